@@ -80,7 +80,7 @@ def test_the_robot_never_waits_after_the_first_chunk(latency_s, waits):
     player = player_in(world, policy)
     done = play(player, world, 60)
     assert done == [None] * waits + list(range(60 - waits))
-    assert player.held == 0 and not player.lost
+    assert player.idle_steps == 0 and not player.lost
     assert player.timeline.delay == waits
 
 
@@ -119,7 +119,7 @@ def test_slower_than_a_chunk_the_robot_pauses_and_says_so(caplog):
     player = player_in(world, policy, lost_after_s=5)
     done = play(player, world, 60)
     assert [action for action in done if action is not None] == list(range(sum(a is not None for a in done)))
-    assert player.held > 5 and "10 steps, but a chunk has 8 actions" in caplog.text
+    assert player.idle_steps > 5 and "10 steps, but a chunk has 8 actions" in caplog.text
 
 
 def lose(player, world, after: int, steps: int) -> list:
@@ -133,7 +133,7 @@ def test_lost_server_the_chunk_is_finished():
     player = player_in(world, policy, when_lost="finish")
     done = lose(player, world, 6, 10)
     assert done == [*range(13), None, None, None]  # 5 to 12 was the last chunk
-    assert player.lost and player.held == 3
+    assert player.lost and player.idle_steps == player.held == 3
     world.lost = False
     world.now += 5
     assert play(player, world, 3, first=13) == [13, 14, 15] and not player.lost

@@ -58,7 +58,7 @@ def run(arm, player, **settings) -> DriveReport:
 def test_names_go_both_ways_at_the_right_rate():
     arm, player, kept = Arm(), Script([1, 2, 300]), []
     report = run(arm, player, steps=3, task="fold", episode=4, on_step=lambda *step: kept.append(step))
-    assert report == DriveReport(steps=3, held=0, late=0)
+    assert report == DriveReport(steps=3, idle_steps=0, late=0)
     assert [when for when, _ in arm.sent] == [0.0, 0.1, 0.2]
     assert arm.sent[1][1] == {"shoulder.pos": 2.0, "gripper.pos": 2.0}
     observation, task = player.seen[0]
@@ -82,7 +82,8 @@ def test_time_spent_is_part_of_the_period_and_is_not_made_up_for():
 
 def test_to_hold_sends_nothing_or_what_it_was_told():
     arm = Arm()
-    assert run(arm, Script([1, None, None, 2]), steps=4).held == 2
+    report = run(arm, Script([1, None, None, 2]), steps=4)
+    assert report.idle_steps == report.held == 2
     assert [when for when, _ in arm.sent] == [0.0, pytest.approx(0.3)]
     arm = Arm()
     run(arm, Script([None, 1]), steps=2, when_held=lambda seen: {**arm.joints, "gripper.pos": 0})

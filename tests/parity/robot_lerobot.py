@@ -110,7 +110,7 @@ def main(url: str, out: Path) -> None:
             )
         states = [seen["observation.state"].tolist() for seen, _ in kept]
         did = [None if action is None else action.tolist() for _, action in kept]
-        found[kind] = {"sent": robot.sent, "states": states, "did": did, "held": report.held}
+        found[kind] = {"sent": robot.sent, "states": states, "did": did, "held": report.idle_steps}
     out.write_text(json.dumps(found))
 
 

@@ -83,7 +83,7 @@ def test_open_closed_and_holding_look_different() -> None:
     env = PlaceEnv()
     env.reset(seed=0)
     looks = [
-        replace(env.state, opening=opening, held=held)
+        replace(env.state, opening=opening, grasped=held)
         for opening, held in [(1.0, False), (0.0, False), (-1.0, False), (0.0, True)]
     ]
     pictures = []
@@ -187,11 +187,11 @@ def test_physics_stays_on_the_table_and_moves_only_what_is_held(state: State, sc
         assert after.goal == state.goal
         assert 0 <= after.reward <= 1
         assert (after.reward == 1) == after.success
-        if not (state.held or after.held):
+        if not (state.grasped or after.grasped):
             assert after.block == state.block
-        if after.held:
+        if after.grasped:
             assert after.opening >= 0
-            if not state.held:
+            if not state.grasped:
                 assert math.dist(after.gripper, state.block) <= GRASP_RADIUS
         state = after
 
@@ -242,15 +242,15 @@ def aim(block: tuple[float, float], goal: tuple[float, float]) -> Callable:
     """The expert, told the same positions every time instead of looking; it knows when it holds the block."""
 
     def actor(state: State, step: int, rng: np.random.Generator) -> np.ndarray:
-        believed = state.gripper if state.held else block
-        return expert_action(replace(state, block=believed, goal=goal if state.held else (9.0, 9.0)))
+        believed = state.gripper if state.grasped else block
+        return expert_action(replace(state, block=believed, goal=goal if state.grasped else (9.0, 9.0)))
 
     return actor
 
 
 def snap(state: State, step: int, rng: np.random.Generator) -> np.ndarray:
     """Sweep the table, opening and closing, and carry what was caught to the middle."""
-    if state.held:
+    if state.grasped:
         return expert_action(replace(state, block=state.gripper, goal=(0.0, 0.0)))
     y = -0.6 + 1.2 * (step // 20) / 3
     return np.array([0.75 * math.sin(0.3 * step), y, 1.0 if step // 4 % 2 else -1.0], np.float32)
@@ -293,7 +293,7 @@ def off_by(error: float) -> Callable:
             angle = turn * state.goal[0]  # rests during an episode and varies between episodes
             return point[0] + error * math.cos(angle), point[1] + error * math.sin(angle)
 
-        if state.held:
+        if state.grasped:
             return expert_action(replace(state, goal=off(state.goal, 30)))
         return expert_action(replace(state, block=off(state.block, 50)))
 

@@ -22,14 +22,14 @@ class Timeline:
     where the policy itself continues the last chunk.
     """
 
-    REMEMBERED = 10  # answers whose latency counts
+    DELAYS = 10  # answers whose latency counts
 
     def __init__(self, execute: int | None = None, margin: int = 1, blend: int = 3):
-        for name, value, least in (("execute", execute, 1), ("margin", margin, 0), ("blend", blend, 0)):
-            if value is not None and value < least:
-                raise ClientError(f"{name}={value}: must be at least {least}.")
+        for name, value, minimum in (("execute", execute, 1), ("margin", margin, 0), ("blend", blend, 0)):
+            if value is not None and value < minimum:
+                raise ClientError(f"{name}={value}: must be at least {minimum}.")
         self.execute, self.margin, self.blend = execute, margin, blend
-        self._delays: deque[int] = deque(maxlen=self.REMEMBERED)
+        self._delays: deque[int] = deque(maxlen=self.DELAYS)
         self.clear()
 
     def clear(self) -> None:
@@ -44,11 +44,11 @@ class Timeline:
         """Steps that an answer is expected to take: the longest of the last few, but for one outlier."""
         return sorted(self._delays)[-2:][0] if self._delays else 0
 
-    def measured(self, steps: int) -> None:
+    def add_delay(self, steps: int) -> None:
         """An answer took this many steps."""
         self._delays.append(max(int(steps), 0))
 
-    def left(self) -> np.ndarray | None:
+    def remaining(self) -> np.ndarray | None:
         """The planned actions from now on, [K, A]; None if there are none."""
         if self.actions is None or self.executed - self.first >= len(self.actions):
             return None
@@ -56,24 +56,24 @@ class Timeline:
 
     def is_due(self) -> bool:
         """Whether it is time to ask for the next chunk."""
-        if self.left() is None:
+        if self.remaining() is None:
             return True
         execute = self.chunk_length if self.execute is None else min(self.execute, self.chunk_length)
         return self.executed >= self.chunk_first + max(execute - self.delay - self.margin, 1)
 
-    def take(self, chunk: np.ndarray, asked: int) -> None:
-        """A chunk [H, A] arrived that was asked for when `asked` actions were executed. What is over is left out."""
+    def take(self, chunk: np.ndarray, requested_at: int) -> None:
+        """Plan a chunk [H, A], requested when `requested_at` actions had been executed, without those in the past."""
         chunk = np.array(chunk, copy=True)
-        late = self.executed - asked
-        new, old = chunk[late:], self.left()
+        late = self.executed - requested_at
+        new, old = chunk[late:], self.remaining()
         if not len(new):
-            return  # the whole chunk is over: what is planned stays
+            return  # the whole chunk has passed: the planned actions stay
         if old is not None and self.blend:
             steps = min(self.blend, len(old), len(new))
             weight = (1 - np.arange(1, steps + 1) / (self.blend + 1)).astype(chunk.dtype)[:, None]
             new[:steps] = weight * old[:steps] + (1 - weight) * new[:steps]
         self.first, self.actions = self.executed, new
-        self.chunk_first, self.chunk_length = asked, len(chunk)
+        self.chunk_first, self.chunk_length = requested_at, len(chunk)
 
     def drop(self) -> None:
         """Forget what is planned."""
@@ -81,9 +81,9 @@ class Timeline:
 
     def next(self) -> np.ndarray | None:
         """The action [A] to execute now, None if nothing is planned."""
-        left = self.left()
-        if left is None:
+        remaining = self.remaining()
+        if remaining is None:
             return None
         self.executed += 1
-        action: np.ndarray = left[0].copy()
+        action: np.ndarray = remaining[0].copy()
         return action

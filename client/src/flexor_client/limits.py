@@ -142,30 +142,30 @@ class ActionLimits:
 
     def __call__(self, action: np.ndarray, last: np.ndarray | None = None) -> np.ndarray:
         """The action [A] that may be executed after `last`, or an error. Without `last` any step is allowed."""
-        wanted = np.asarray(action)
-        self._check_form(wanted, last)
+        requested = np.asarray(action)
+        self._check_form(requested, last)
         # The range first: from outside of it, a robot is led back in, step by step.
-        allowed = np.clip(wanted.astype(np.float64), self.low, self.high)
+        allowed = np.clip(requested.astype(np.float64), self.low, self.high)
         if last is not None:
             last = np.asarray(last, np.float64)
             allowed = np.clip(allowed, last - self.step, last + self.step)
         with np.errstate(over="ignore"):
-            allowed = allowed.astype(wanted.dtype)
+            allowed = allowed.astype(requested.dtype)
         if not np.isfinite(allowed).all():
-            raise LimitError(f"The limits are numbers that an action of {wanted.dtype} can't be.")
+            raise LimitError(f"The limits are numbers that an action of {requested.dtype} can't be.")
         # Bounds and steps are float64, actions float32: what differs only by rounding is not exceeded.
-        exceeded = ~np.isclose(allowed, wanted, rtol=1e-5, atol=1e-6)
+        exceeded = ~np.isclose(allowed, requested, rtol=1e-5, atol=1e-6)
         if not exceeded.any():
-            return wanted
-        told = self._told(wanted, allowed, int(np.argmax(exceeded)), last)
+            return requested
+        message = self._describe(requested, allowed, int(np.argmax(exceeded)), last)
         if self.when_exceeded == "error":
             raise LimitError(
-                f"{told}. It was not sent. Check that the server serves the right policy; if the robot may do this, "
+                f"{message}. It was not sent. Check that the server serves the right policy; if the robot may do this, "
                 "change the limits."
             )
         self.clamped += 1
         if self.clamped == 1:
-            log.warning("%s. It is clamped; later ones are too, without a message.", told)
+            log.warning("%s. It is clamped; later ones are too, without a message.", message)
         return allowed
 
     def _check_form(self, action: np.ndarray, last: np.ndarray | None) -> None:
@@ -185,7 +185,9 @@ class ActionLimits:
                 f"The robot's position is not finite: {np.ravel(last).tolist()}. Nothing was sent. Check its sensors."
             )
 
-    def _told(self, wanted: np.ndarray, allowed: np.ndarray, part: int, last: np.ndarray | None) -> str:
+    def _describe(
+        self, requested: np.ndarray, allowed: np.ndarray, part: int, last: np.ndarray | None
+    ) -> str:
         name = _name(self.names, part)
         after = "" if last is None else f" after {float(last[part]):.4g}"
-        return f"The action's {name} is {wanted[part]:.4g}{after}; the limits allow {allowed[part]:.4g}"
+        return f"The action's {name} is {requested[part]:.4g}{after}; the limits allow {allowed[part]:.4g}"

@@ -38,7 +38,7 @@ class ChunkSource(Protocol):
     def chunk(self, observation: Observation, task: str = "", **options: Any) -> np.ndarray: ...
 
 
-class Answer(Protocol):
+class PendingRequest(Protocol):
     """A request under way, such as a Future."""
 
     def done(self) -> bool: ...
@@ -46,18 +46,18 @@ class Answer(Protocol):
     def result(self) -> Any: ...
 
 
-def in_background(work: Callable[[], Any]) -> Answer:
+def in_background(work: Callable[[], Any]) -> PendingRequest:
     """Start `work` in a thread that does not keep the program from ending."""
-    answer: Future[Any] = Future()
+    future: Future[Any] = Future()
 
     def run() -> None:
         try:
-            answer.set_result(work())
+            future.set_result(work())
         except BaseException as error:
-            answer.set_exception(error)
+            future.set_exception(error)
 
     threading.Thread(target=run, name="flexor_client", daemon=True).start()
-    return answer
+    return future
 
 
 class SentHistory:
@@ -68,20 +68,22 @@ class SentHistory:
 
     def __init__(self, steps: list[int] | None):
         self.steps = steps
-        self._seen: deque[Observation] = deque(maxlen=1 - min(steps or [0]))
+        self._observations: deque[Observation] = deque(maxlen=1 - min(steps or [0]))
 
     def clear(self) -> None:
-        self._seen.clear()
+        self._observations.clear()
 
     def add(self, observation: Observation) -> None:
-        self._seen.append(observation)
+        self._observations.append(observation)
 
     def message(self) -> Observation:
         if self.steps is None:
-            return self._seen[-1]
+            return self._observations[-1]
         # At the start of an episode the first observation is repeated, as in training.
-        shown = [self._seen[max(0, len(self._seen) - 1 + step)] for step in self.steps if step <= 0]
-        return {name: [moment[name] for moment in shown] for name in shown[-1]}
+        window = [
+            self._observations[max(0, len(self._observations) - 1 + step)] for step in self.steps if step <= 0
+        ]
+        return {name: [observation[name] for observation in window] for name in window[-1]}
 
 
 class _Player:
@@ -92,9 +94,9 @@ class _Player:
         metadata = policy.metadata
         self.training = TrainingRange.of(metadata, beyond_training)
         # whether the server wants every step, and keeps the history itself
-        self.each_step = metadata.get("reply") == "action"
+        self.every_step = metadata.get("reply") == "action"
         self.action_steps: int | None = metadata.get("action_steps")
-        self.history = SentHistory(None if self.each_step else metadata.get("observation_steps"))
+        self.history = SentHistory(None if self.every_step else metadata.get("observation_steps"))
         self.reset()
 
     def reset(self, episode: int = 0, position: np.ndarray | None = None) -> None:
@@ -180,7 +182,7 @@ class RealTimePlayer(_Player):
         limits: ActionLimits | None = None,
         beyond_training: float | None = 1.0,
         clock: Callable[[], float] = time.monotonic,
-        start: Callable[[Callable[[], Any]], Answer] = in_background,
+        start: Callable[[Callable[[], Any]], PendingRequest] = in_background,
     ):
         """`blend` is for policies that can't continue a chunk themselves: steps over which a new chunk takes over from
         the last one. `clock` and `start` (starts a request) are replaced in simulations."""
@@ -191,10 +193,10 @@ class RealTimePlayer(_Player):
         self.fps, self.when_lost, self.lost_after_s = fps, when_lost, lost_after_s
         self._clock, self._start = clock, start
         self.timeline = Timeline(execute, margin, blend)
-        self.held, self.answers = 0, 0  # steps without an action after the first; chunks that arrived
+        self.idle_steps, self.answers = 0, 0  # steps without an action after the first; chunks that arrived
         self.latencies_s: deque[float] = deque(maxlen=1000)
         super().__init__(policy, limits, beyond_training)
-        if self.each_step:
+        if self.every_step:
             raise ClientError(
                 "This policy averages the chunks of all steps (temporal ensembling), so it must be asked at every "
                 "step, which leaves no time for the network. Serve it with --policy.temporal_ensemble_coeff=null."
@@ -203,15 +205,15 @@ class RealTimePlayer(_Player):
             self.timeline.execute = self.action_steps
         continues = policy.metadata.get("continues_chunks")
         self._server_continues = continues is not None  # else it does not know what `previous` is
-        self._blended = None if continues else blend
+        self._blend_steps = None if continues else blend
         if self._server_continues:
             self.timeline.blend = 0
 
     def reset(self, episode: int = 0, position: np.ndarray | None = None) -> None:
         super().reset(episode, position)
         self.timeline.clear()
-        self._answer: Answer | None = None  # one that is still under way is for the last episode
-        self._asked_step, self._asked_count, self._asked_at = 0, 0, 0.0
+        self._request: PendingRequest | None = None  # one that is still under way is for the last episode
+        self._request_step, self._request_count, self._request_time = 0, 0, 0.0
         self._error: ServerLostError | None = None
         self._try_at, self._pause = -math.inf, 0.1
         self._began = False
@@ -225,7 +227,7 @@ class RealTimePlayer(_Player):
         """The action [A] to execute now; None: hold. Call it once for every step of the robot. It does not wait."""
         self.history.add(observation)
         self._receive()
-        if self._answer is None and self.timeline.is_due() and self._clock() >= self._try_at:
+        if self._request is None and self.timeline.is_due() and self._clock() >= self._try_at:
             self._ask(task)
             self._receive()
         self._check_lost()
@@ -234,7 +236,7 @@ class RealTimePlayer(_Player):
         self.step += 1
         action = self.timeline.next()
         if action is None:
-            self.held += self._began
+            self.idle_steps += self._began
             return None
         self._began = True
         return self._allowed(action)
@@ -244,7 +246,7 @@ class RealTimePlayer(_Player):
         self.history.add(observation)
         give_up = self._clock() + timeout_s
         self._ask(task)
-        while self._answer is not None and not self._answer.done():
+        while self._request is not None and not self._request.done():
             if self._clock() > give_up:
                 raise ServerLostError(f"The server sent no first chunk within {timeout_s:g} s.")
             time.sleep(0.001)
@@ -255,29 +257,33 @@ class RealTimePlayer(_Player):
     def _ask(self, task: str) -> None:
         options: dict[str, Any] = {"step": self.step}
         if self._server_continues:
-            options.update(self._continued())
+            options.update(self._continuation())
         message = self.history.message()
-        self._asked_step, self._asked_count = self.step, self.timeline.executed
-        self._asked_at = self._clock()
-        self._answer = self._start(lambda: self.policy.chunk(message, task, **options))
+        self._request_step, self._request_count = self.step, self.timeline.executed
+        self._request_time = self._clock()
+        self._request = self._start(lambda: self.policy.chunk(message, task, **options))
 
-    def _continued(self) -> dict[str, Any]:
+    def _continuation(self) -> dict[str, Any]:
         """What the server needs to know to continue the chunk that is being executed."""
-        left = self.timeline.left()
-        if left is None:
+        remaining = self.timeline.remaining()
+        if remaining is None:
             return {}
-        delay = min(self.timeline.delay, len(left))
-        if self._blended is not None:  # beyond, nothing of the new chunk is mixed with the last
-            left = left[: delay + self._blended]
-        return {"previous": np.ascontiguousarray(left, np.float32), "delay": delay} if len(left) else {}
+        delay = min(self.timeline.delay, len(remaining))
+        if self._blend_steps is not None:  # beyond, nothing of the new chunk is mixed with the last
+            remaining = remaining[: delay + self._blend_steps]
+        return (
+            {"previous": np.ascontiguousarray(remaining, np.float32), "delay": delay}
+            if len(remaining)
+            else {}
+        )
 
     def _receive(self) -> None:
         """Take over a chunk that has arrived."""
-        if self._answer is None or not self._answer.done():
+        if self._request is None or not self._request.done():
             return
-        answer, self._answer = self._answer, None
+        request, self._request = self._request, None
         try:
-            chunk = answer.result()
+            chunk = request.result()
         except ExpiredError:
             return
         except ServerLostError as error:
@@ -287,29 +293,29 @@ class RealTimePlayer(_Player):
             return
         if self._error is not None:
             log.warning("The server is back.")
-            stale = self._clock() - self._asked_at > self.lost_after_s
+            stale = self._clock() - self._request_time > self.lost_after_s
             self._error, self._pause = None, 0.1
             if stale:  # the world may have changed: ask again
                 return
         check_actions(chunk, 2)
         self._measure(len(chunk))
-        self.timeline.take(chunk, self._asked_count)
+        self.timeline.take(chunk, self._request_count)
 
     def _measure(self, actions: int) -> None:
         """Note how long the answer took, which had this many actions."""
         self.answers += 1
-        latency = self._clock() - self._asked_at
+        latency = self._clock() - self._request_time
         self.latencies_s.append(latency)
         # In steps of the robot, which may be late themselves. A first chunk is waited for without steps.
-        steps = max(self.step - self._asked_step, math.ceil(latency * self.fps - 1e-3))
-        self.timeline.measured(steps)
+        steps = max(self.step - self._request_step, math.ceil(latency * self.fps - 1e-3))
+        self.timeline.add_delay(steps)
         if self.answers > 1 and steps >= actions:
             log.warning(
                 "An answer took %d steps, but a chunk has %d actions: the robot waits.", steps, actions
             )
 
     def _check_lost(self) -> None:
-        if self._answer is not None and self._clock() - self._asked_at > self.lost_after_s:
+        if self._request is not None and self._clock() - self._request_time > self.lost_after_s:
             self._lose(ServerLostError(f"The server has not answered for {self.lost_after_s:g} s."))
 
     def _lose(self, error: ServerLostError) -> None:
@@ -318,3 +324,6 @@ class RealTimePlayer(_Player):
         self._error = error
         if self.when_lost == "stop":
             raise error
+
+
+setattr(RealTimePlayer, "held", property(lambda player: player.idle_steps))  # noqa: B010  (its name until 0.1)

@@ -21,7 +21,7 @@ from websockets.sync.client import ClientConnection, connect
 
 from flexor_client.errors import ClientError, ExpiredError, RefusedError, ServerLostError, WireError
 from flexor_client.jpeg import encode_jpeg
-from flexor_client.replies import REPLY_BYTES, lasting, read_metadata, read_result
+from flexor_client.replies import REPLY_BYTES, read_metadata, read_result, stable_fields
 from flexor_client.wire import OPTIONS
 from flexor_client.wire import pack as pack_frame
 
@@ -72,16 +72,16 @@ class RemotePolicy:
         self._connection: ClientConnection | None = None
         self._stack = ExitStack()  # closes it
         self._metadata: dict[str, Any] = {}
-        self._met = False  # whether there was any
+        self._has_metadata = False  # whether there was any
         self._episode: int | None = None
-        self._resets, self._resets_told = 0, 0  # new episodes, and those that the server knows of
+        self._resets, self._resets_sent = 0, 0  # new episodes, and those that the server knows of
 
     @property
     def metadata(self) -> dict[str, Any]:
         """What the server says about its policy; `flexor_client.wire` describes it. Empty with some servers."""
         with self._lock:
             if self._connection is None:
-                self._retried(self._connected)
+                self._retry(self._connect)
         return self._metadata
 
     def reset(self, episode: int | None = None) -> None:
@@ -96,13 +96,13 @@ class RemotePolicy:
         """
         with self._lock:
             resets = self._resets  # another episode may begin while this answer is awaited
-            if resets > self._resets_told:
+            if resets > self._resets_sent:
                 options = {"reset": True, **options}
             if self._episode is not None:
                 options = {"episode": self._episode, **options}
-            frame = self._packed(observation, options)
-            result: dict[str, Any] = self._retried(lambda: self._asked(frame))
-            self._resets_told = resets
+            frame = self._pack(observation, options)
+            result: dict[str, Any] = self._retry(lambda: self._request(frame))
+            self._resets_sent = resets
         if "expired" in result:
             age, allowed = (result["expired"].get(name, 0) for name in ("age_ms", "deadline_ms"))
             raise ExpiredError(f"The observation was {age:.0f} ms old; {allowed:.0f} are allowed.")
@@ -118,7 +118,7 @@ class RemotePolicy:
 
     def close(self) -> None:
         with self._lock:
-            self._hang_up()
+            self._disconnect()
 
     def __enter__(self) -> RemotePolicy:
         return self
@@ -131,45 +131,45 @@ class RemotePolicy:
     ) -> None:
         self.close()
 
-    def _packed(self, observation: Mapping[str, Any], options: Mapping[str, Any]) -> bytes:
+    def _pack(self, observation: Mapping[str, Any], options: Mapping[str, Any]) -> bytes:
         try:
-            message = {name: self._compressed(value) for name, value in observation.items()}
+            message = {name: self._compress(value) for name, value in observation.items()}
             return pack_frame({**message, OPTIONS: options} if options else message)
         except WireError as error:
             raise ClientError(f"The observation can't be sent: {error}") from error
 
-    def _compressed(self, value: Any) -> Any:
+    def _compress(self, value: Any) -> Any:
         """The value with its images as JPEG files, if that is wanted."""
         if self.jpeg is None:
             return value
         if isinstance(value, Mapping):
-            return {name: self._compressed(each) for name, each in value.items()}
+            return {name: self._compress(item) for name, item in value.items()}
         if isinstance(value, list) or (
             isinstance(value, np.ndarray) and value.ndim == 4 and value.dtype == np.uint8
         ):
-            return [self._compressed(each) for each in value]
+            return [self._compress(image) for image in value]
         if isinstance(value, np.ndarray) and value.ndim == 3 and value.dtype == np.uint8:
             return encode_jpeg(value, self.jpeg)
         return value
 
-    def _retried(self, ask: Callable[[], Any]) -> Any:
+    def _retry(self, ask: Callable[[], Any]) -> Any:
         """What `ask` returns, tried again while the server is lost, with growing pauses."""
         give_up, pause = self._clock() + self.reconnect_s, FIRST_PAUSE_S
         while True:
             try:
                 return ask()
             except ServerLostError as error:
-                self._hang_up()
+                self._disconnect()
                 if self._clock() + pause > give_up:
                     raise
                 log.warning("%s Trying again in %.1f s.", error, pause)
                 self._sleep(pause)
                 pause = min(2 * pause, LONGEST_PAUSE_S)
             except RefusedError:
-                self._hang_up()
+                self._disconnect()
                 raise
 
-    def _connected(self) -> ClientConnection:
+    def _connect(self) -> ClientConnection:
         """The connection; the server's metadata came with it."""
         if self._connection is not None:
             return self._connection
@@ -183,11 +183,11 @@ class RemotePolicy:
                     max_size=REPLY_BYTES,
                     open_timeout=self.timeout_s,
                     close_timeout=CLOSING_S,
-                    logger=_quiet(),
+                    logger=_silent_logger(),
                 )
             )
         except InvalidStatus as error:
-            raise self._refused(error) from error
+            raise self._refusal(error) from error
         except InvalidURI as error:
             raise ClientError(f"{self.url} is not an address: {error}") from error
         except ssl.SSLCertVerificationError as error:
@@ -197,39 +197,39 @@ class RemotePolicy:
             ) from error
         except Exception as error:  # of the network, or of a handshake that is none: there are many types
             raise ServerLostError(f"{self.url} can't be reached: {error or type(error).__name__}.") from error
-        self._meet(self._received(self._connection, read_metadata))
+        self._accept_metadata(self._receive(self._connection, read_metadata))
         return self._connection
 
-    def _refused(self, error: InvalidStatus) -> ClientError:
+    def _refusal(self, error: InvalidStatus) -> ClientError:
         status = error.response.status_code
         reason = (error.response.body or b"")[:200].decode(errors="replace").strip()
-        told = f"{self.url} refused the connection with status {status}"
+        message = f"{self.url} refused the connection with status {status}"
         if status == 401:
-            return RefusedError(f"{told}: the key is missing or wrong.")
+            return RefusedError(f"{message}: the key is missing or wrong.")
         if status in (403, 421):  # it will not change its mind
-            return RefusedError(f"{told}: {reason or 'the key is missing or wrong.'}")
-        return ServerLostError(f"{told}: {reason or 'is it a policy server?'}")
+            return RefusedError(f"{message}: {reason or 'the key is missing or wrong.'}")
+        return ServerLostError(f"{message}: {reason or 'is it a policy server?'}")
 
-    def _meet(self, metadata: dict[str, Any]) -> None:
+    def _accept_metadata(self, metadata: dict[str, Any]) -> None:
         """Take note of what the server says of its policy, which must be the one that the robot began with."""
-        before, now = (lasting(each) for each in (self._metadata, metadata))
-        if self._met and before != now:
+        before, now = (stable_fields(fields) for fields in (self._metadata, metadata))
+        if self._has_metadata and before != now:
             raise RefusedError(
                 f"{self.url} serves another policy than before: {now}, after {before}. Begin anew with a new "
                 "RemotePolicy."
             )
-        self._metadata, self._met = metadata, True
+        self._metadata, self._has_metadata = metadata, True
 
-    def _asked(self, frame: bytes) -> dict[str, Any]:
-        connection = self._connected()
-        most = self._metadata.get("limits", {}).get("frame_bytes")
-        if most is not None and len(frame) > most:
+    def _request(self, frame: bytes) -> dict[str, Any]:
+        connection = self._connect()
+        max_bytes = self._metadata.get("limits", {}).get("frame_bytes")
+        if max_bytes is not None and len(frame) > max_bytes:
             raise ClientError(
-                f"The observation has {len(frame):,} bytes, but {self.url} takes {most:,.0f}: send only what the "
+                f"The observation has {len(frame):,} bytes, but {self.url} takes {max_bytes:,.0f}: send only what the "
                 "policy needs, or compressed images (jpeg=90), or start the server with a larger --max-frame-mb."
             )
         self._send(connection, frame)
-        return self._received(connection, lambda reply: read_result(reply, self._metadata))
+        return self._receive(connection, lambda reply: read_result(reply, self._metadata))
 
     def _send(self, connection: ClientConnection, frame: bytes) -> None:
         """In another thread: if the server does not read, it waits for ever, and this one must not."""
@@ -244,9 +244,9 @@ class RemotePolicy:
             raise ServerLostError(f"{self.url} is lost: {error}.") from error
         finally:
             if not sending.done():  # also if the user ends it
-                _cut(connection)
+                _abort(connection)
 
-    def _received(
+    def _receive(
         self, connection: ClientConnection, read: Callable[[bytes], dict[str, Any]]
     ) -> dict[str, Any]:
         try:
@@ -267,7 +267,7 @@ class RemotePolicy:
                 f"{self.url} does not speak the protocol of policy servers: {error}"
             ) from error
 
-    def _hang_up(self) -> None:
+    def _disconnect(self) -> None:
         """Say goodbye, but not for longer than allowed: a server that does not read could prevent it."""
         connection, self._connection = self._connection, None
         stack, self._stack = self._stack, ExitStack()
@@ -277,18 +277,18 @@ class RemotePolicy:
         closing.start()
         closing.join(2 * CLOSING_S)
         if closing.is_alive():
-            _cut(connection)
+            _abort(connection)
             closing.join(CLOSING_S)
 
 
-def _quiet() -> logging.Logger:
+def _silent_logger() -> logging.Logger:
     """The library's log lines: it would print a traceback for what a server does; here it is a ClientError."""
     logger = logging.getLogger("flexor_client.websockets")
     logger.setLevel(logging.CRITICAL)
     return logger
 
 
-def _cut(connection: ClientConnection) -> None:
+def _abort(connection: ClientConnection) -> None:
     """End a connection at once, and whatever thread is sending or receiving."""
     with suppress(OSError):
         connection.socket.shutdown(socket.SHUT_RDWR)

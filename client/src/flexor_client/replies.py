@@ -75,7 +75,7 @@ def _are_inputs(value: Any) -> bool:
 
 
 # What this package uses of any server's metadata, and what users may use of Flexor's.
-USED: dict[str, tuple[Callable[[Any], bool], str]] = {
+COMMON_FIELDS: dict[str, tuple[Callable[[Any], bool], str]] = {
     "actions": (_is_size_of_chunk, "the length of a chunk and the size of an action"),
     "action_steps": (lambda value: _is_count(value, LONGEST_CHUNK), "a number of actions"),
     "observation_steps": (_is_history, f"steps from -{LONGEST_HISTORY} to 0"),
@@ -85,13 +85,13 @@ USED: dict[str, tuple[Callable[[Any], bool], str]] = {
     "action_names": (_are_names, "names"),
     "limits": (_are_limits, "numbers"),
 }
-FLEXORS: dict[str, tuple[Callable[[Any], bool], str]] = {
+FLEXOR_FIELDS: dict[str, tuple[Callable[[Any], bool], str]] = {
     "version": (_is_name, "text"),
     "policy": (_is_name, "text"),
     "language": (lambda value: isinstance(value, bool), "true or false"),
     "inputs": (_are_inputs, "names with a shape each"),
 }
-LASTING = ("actions", "action_steps", "observation_steps", "reply", "continues_chunks")
+STABLE = ("actions", "action_steps", "observation_steps", "reply", "continues_chunks")
 
 
 def read_metadata(frame: bytes) -> dict[str, Any]:
@@ -104,7 +104,7 @@ def read_metadata(frame: bytes) -> dict[str, Any]:
             f"the server speaks version {version!r:.40} of it, and this flexor-client version {PROTOCOL}: install the "
             "flexor-client of the server's release"
         )
-    for name, (fits, form) in {**USED, **(FLEXORS if from_flexor else {})}.items():
+    for name, (fits, form) in {**COMMON_FIELDS, **(FLEXOR_FIELDS if from_flexor else {})}.items():
         if name in metadata and not fits(metadata[name]):
             raise WireError(f"{name} in the server's metadata must be {form}")
     size, spans = metadata.get("actions"), metadata.get("action_range")
@@ -113,9 +113,9 @@ def read_metadata(frame: bytes) -> dict[str, Any]:
     return metadata
 
 
-def lasting(metadata: Mapping[str, Any]) -> dict[str, Any]:
+def stable_fields(metadata: Mapping[str, Any]) -> dict[str, Any]:
     """What must stay the same when a connection is made anew, while a robot is in an episode."""
-    names = (*LASTING, "policy") if _is_from_flexor(metadata) else LASTING
+    names = (*STABLE, "policy") if _is_from_flexor(metadata) else STABLE
     return {name: metadata.get(name) for name in names}
 
 
@@ -164,7 +164,7 @@ def _printable(value: Any) -> Any:
     if isinstance(value, str):
         return printable(value)
     if isinstance(value, list):
-        return [_printable(each) for each in value]
+        return [_printable(item) for item in value]
     if isinstance(value, dict):
-        return {_printable(name): _printable(each) for name, each in value.items()}
+        return {_printable(name): _printable(item) for name, item in value.items()}
     return value

@@ -59,15 +59,19 @@ class RobotNames:
         rename: Mapping[str, str] | None = None,
         action_names: Sequence[str] | None = None,
     ):
-        seen, rename = robot.observation_features, dict(rename or {})
-        unknown = sorted(rename.keys() - seen.keys())
+        features, rename = robot.observation_features, dict(rename or {})
+        unknown = sorted(rename.keys() - features.keys())
         if unknown:
-            raise ClientError(f"rename: the robot has no {', '.join(unknown)}; it has {', '.join(seen)}.")
+            raise ClientError(f"rename: the robot has no {', '.join(unknown)}; it has {', '.join(features)}.")
         self.cameras = {
-            name: rename.get(name, IMAGES + name) for name, form in seen.items() if isinstance(form, tuple)
+            name: rename.get(name, IMAGES + name)
+            for name, form in features.items()
+            if isinstance(form, tuple)
         }
-        self.numbers = [name for name in seen if name not in self.cameras and name not in rename]
-        self.alone = {name: rename[name] for name in seen if name not in self.cameras and name in rename}
+        self.numbers = [name for name in features if name not in self.cameras and name not in rename]
+        self.renamed_numbers = {
+            name: rename[name] for name in features if name not in self.cameras and name in rename
+        }
         self.actions = list(robot.action_features)
         if action_names is not None:
             if sorted(action_names) != sorted(self.actions):
@@ -77,14 +81,14 @@ class RobotNames:
                 )
             self.actions = list(action_names)
 
-    def observation(self, seen: Mapping[str, Any]) -> dict[str, np.ndarray]:
+    def observation(self, values: Mapping[str, Any]) -> dict[str, np.ndarray]:
         """The robot's observation under the policy's names."""
-        found = {self.cameras[name]: np.asarray(seen[name]) for name in self.cameras}
+        observation = {self.cameras[name]: np.asarray(values[name]) for name in self.cameras}
         if self.numbers:
-            found[STATE] = np.array([seen[name] for name in self.numbers], np.float32)
-        for name, theirs in self.alone.items():
-            found[theirs] = np.atleast_1d(np.asarray(seen[name], np.float32))
-        return found
+            observation[STATE] = np.array([values[name] for name in self.numbers], np.float32)
+        for name, policy_name in self.renamed_numbers.items():
+            observation[policy_name] = np.atleast_1d(np.asarray(values[name], np.float32))
+        return observation
 
     def action(self, action: np.ndarray) -> dict[str, float]:
         """An action [A] under the robot's names."""
@@ -96,11 +100,11 @@ class RobotNames:
         check_actions(np.asarray(action, np.float64), 1)  # whatever player it comes from
         return {name: float(value) for name, value in zip(self.actions, action)}
 
-    def position(self, seen: Mapping[str, Any]) -> np.ndarray | None:
+    def position(self, values: Mapping[str, Any]) -> np.ndarray | None:
         """The action that keeps the robot where it is; None if its actions are not among its observations."""
-        if not all(name in seen for name in self.actions):
+        if not all(name in values for name in self.actions):
             return None
-        return np.array([seen[name] for name in self.actions], np.float32)
+        return np.array([values[name] for name in self.actions], np.float32)
 
 
 @dataclass
@@ -109,10 +113,15 @@ class DriveReport:
 
     steps: int = 0
     """Steps of the robot."""
-    held: int = 0
+    idle_steps: int = 0
     """Of these, without an action."""
     late: int = 0
     """Of these, longer than 1 / fps: the cameras, this computer or (with ChunkPlayer) the server are too slow."""
+
+
+# their names until 0.1
+setattr(DriveReport, "held", property(lambda report: report.idle_steps))  # noqa: B010
+setattr(RobotNames, "alone", property(lambda names: names.renamed_numbers))  # noqa: B010
 
 
 def drive(
@@ -145,12 +154,12 @@ def drive(
     player.reset(episode, names.position(robot.get_observation()))
     due = clock()
     while (steps is None or report.steps < steps) and not stop():
-        seen = robot.get_observation()
-        observation = names.observation(seen)
+        values = robot.get_observation()
+        observation = names.observation(values)
         action = player.act(observation, task)
         if action is None:
-            report.held += 1
-            command = when_held(seen) if when_held is not None else None
+            report.idle_steps += 1
+            command = when_held(values) if when_held is not None else None
         else:
             command = names.action(action)
         sent = robot.send_action(command) if command is not None else None

@@ -136,7 +136,7 @@ def unpack(frame: bytes, limits: Limits = DEFAULT_LIMITS) -> Any:
     try:
         return msgpack.unpackb(
             frame,
-            object_hook=lambda found: unpack_numpy(found, limits),
+            object_hook=lambda fields: unpack_numpy(fields, limits),
             strict_map_key=True,
             max_ext_len=0,
         )
@@ -146,17 +146,17 @@ def unpack(frame: bytes, limits: Limits = DEFAULT_LIMITS) -> Any:
         raise WireError(f"The frame is not MessagePack: {type(error).__name__}: {error}") from error
 
 
-def unpack_numpy(found: dict[Any, Any], limits: Limits = DEFAULT_LIMITS) -> Any:
+def unpack_numpy(fields: dict[Any, Any], limits: Limits = DEFAULT_LIMITS) -> Any:
     """The array or scalar that a map stands for; else the map itself."""
-    if b"__ndarray__" in found:
-        return _array(found, limits)
-    if b"__npgeneric__" in found:
-        return _scalar(found)
-    return found
+    if b"__ndarray__" in fields:
+        return _array(fields, limits)
+    if b"__npgeneric__" in fields:
+        return _scalar(fields)
+    return fields
 
 
-def _array(found: dict[Any, Any], limits: Limits) -> np.ndarray:
-    dtype, data, shape = _dtype(found), found.get(b"data"), found.get(b"shape")
+def _array(fields: dict[Any, Any], limits: Limits) -> np.ndarray:
+    dtype, data, shape = _dtype(fields), fields.get(b"data"), fields.get(b"shape")
     if not isinstance(data, bytes):
         raise WireError(f"The data of an array must be bytes, not {type(data).__name__}.")
     if not isinstance(shape, list) or len(shape) > limits.dimensions:
@@ -173,8 +173,8 @@ def _array(found: dict[Any, Any], limits: Limits) -> np.ndarray:
     return array
 
 
-def _scalar(found: dict[Any, Any]) -> Any:
-    dtype, value = _dtype(found), found.get(b"data")
+def _scalar(fields: dict[Any, Any]) -> Any:
+    dtype, value = _dtype(fields), fields.get(b"data")
     if not isinstance(value, (bool, int, float)):
         raise WireError(f"The data of a NumPy scalar must be a number, not {type(value).__name__}.")
     try:
@@ -184,8 +184,8 @@ def _scalar(found: dict[Any, Any]) -> Any:
         raise WireError(f"{value!r:.40} is not a value of {dtype}: {error}") from error
 
 
-def _dtype(found: dict[Any, Any]) -> np.dtype:
-    name = found.get(b"dtype")
+def _dtype(fields: dict[Any, Any]) -> np.dtype:
+    name = fields.get(b"dtype")
     if not isinstance(name, str) or not DTYPE.match(name):
         raise WireError(
             f"The dtype {_short(name)} is not allowed: only booleans, integers and floats (kinds b i u f). Send text "

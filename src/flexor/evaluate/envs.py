@@ -67,8 +67,8 @@ def _import_package(env_id: str, package: str | None) -> None:
 
 def _unknown(env_type: str) -> str:
     """The error message for an id that is not registered."""
-    known = [*SHORT_NAMES, *gymnasium.registry]
-    by_folded = {name.casefold(): name for name in known}
+    registered = [*SHORT_NAMES, *gymnasium.registry]
+    by_folded = {name.casefold(): name for name in registered}
     close = [by_folded[m] for m in difflib.get_close_matches(env_type.casefold(), by_folded, n=3, cutoff=0.6)]
     lines = [f"There is no environment {env_type!r}."]
     if close:
@@ -108,7 +108,7 @@ def observation_to_batch(observation: Any) -> dict[str, np.ndarray]:
 
 def stack_batch(observations: Sequence[Mapping[str, np.ndarray]]) -> dict[str, np.ndarray]:
     """Observations of several environments as one batch: arrays [N, ...]."""
-    return {key: np.stack([each[key] for each in observations]) for key in observations[0]}
+    return {key: np.stack([observation[key] for observation in observations]) for key in observations[0]}
 
 
 def _image(name: str, value: Any) -> np.ndarray:

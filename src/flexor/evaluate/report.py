@@ -27,7 +27,7 @@ from flexor.policies.processing.rename_and_move import with_renaming
 from flexor.policies.rename import check_names
 
 GROUPS = ("env", "eval", "policy")
-ALONE = ("seed", "rename_map")
+TOP_LEVEL = ("seed", "rename_map")
 
 
 def evaluate_policy(
@@ -52,23 +52,23 @@ def evaluate_policy(
     require_trust(code_in({**saved, **flags}), folder)
     tree = nest({**saved, **flags})
     env = from_plain(EnvConfig, tree.get("env", {}), "env")
-    settings_ = from_plain(EvalConfig, tree.get("eval", {}), "eval")
+    eval_settings = from_plain(EvalConfig, tree.get("eval", {}), "eval")
     if env.type is None:
         raise ConfigError("No environment given: set --env.type=place, or any gymnasium id.")
-    if videos is not None and settings_.videos == 0:
-        settings_.videos = min(3, settings_.n_episodes)
-    if settings_.videos:
+    if videos is not None and eval_settings.videos == 0:
+        eval_settings.videos = min(3, eval_settings.n_episodes)
+    if eval_settings.videos:
         videos = videos or (_video_folder(folder) if folder else Path(VIDEOS))
         check_output_folder(videos, "--videos")
     if server is not None:
         actor = _served(server, flags)
         try:
-            summary = summarize(play(actor, env, settings_, videos, progress))
+            summary = summarize(play(actor, env, eval_settings, videos, progress))
         finally:
             actor.close()
         return {"server": server.url, "env": env.type, **asdict(summary)}, f"{server.url}: {summary}"
     assert folder is not None
-    summary = summarize(play(_local(folder, flags), env, settings_, videos, progress))
+    summary = summarize(play(_local(folder, flags), env, eval_settings, videos, progress))
     return {"policy": str(folder), "env": env.type, **asdict(summary)}, f"{folder}: {summary}"
 
 
@@ -78,17 +78,17 @@ def _checked_flags(settings: Sequence[str]) -> dict[str, Any]:
     if coerce(flags.pop("policy.use_amp", False), bool, "policy.use_amp"):
         log.warning("--policy.use_amp has no effect: evaluation runs in float32")
     for key in flags:
-        if key.split(".")[0] not in (*GROUPS, *ALONE):
-            known = [*(f"{group}." for group in GROUPS), *ALONE]
-            raise ConfigError(f"Unknown setting {key}={flags[key]!r}. {closest(key, known)}")
+        if key.split(".")[0] not in (*GROUPS, *TOP_LEVEL):
+            valid = [*(f"{group}." for group in GROUPS), *TOP_LEVEL]
+            raise ConfigError(f"Unknown setting {key}={flags[key]!r}. {closest(key, valid)}")
     return flags
 
 
 def _local(folder: Path, flags: dict[str, Any]) -> PolicyActor:
-    given = nest(flags).get("policy", {})
-    device = find_device(coerce(given.pop("device", None), str | None, "policy.device"))
+    overrides = nest(flags).get("policy", {})
+    device = find_device(coerce(overrides.pop("device", None), str | None, "policy.device"))
     seed = coerce(flags.get("seed", 0), int, "seed")
-    policy = load_pretrained(str(folder), str(device), given)
+    policy = load_pretrained(str(folder), str(device), overrides)
     if "rename_map" in flags:
         rename_map = coerce(flags["rename_map"], dict[str, str], "rename_map")
         check_names(rename_map)
@@ -101,9 +101,9 @@ def _served(server: ServerAddress, flags: dict[str, Any]) -> ServedActor:
         raise ConfigError(
             "--rename_map: the server has the policy. Give `flexor serve` its inputs' names with --map."
         )
-    ours = [key for key in flags if key in ALONE or key.startswith("policy.")]
-    if ours:
-        raise ConfigError(f"--{ours[0]}: the server has the policy. Give this to `flexor serve`.")
+    policy_flags = [key for key in flags if key in TOP_LEVEL or key.startswith("policy.")]
+    if policy_flags:
+        raise ConfigError(f"--{policy_flags[0]}: the server has the policy. Give this to `flexor serve`.")
     return ServedActor(server)
 
 

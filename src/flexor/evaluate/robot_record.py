@@ -26,30 +26,19 @@ def make_robot(where: str) -> Any:
     """What the function in `FILE.py:FUNCTION` or `package.module:FUNCTION` returns: a robot of LeRobot's."""
     place, _, name = where.rpartition(":")
     try:
-        found = runpy.run_path(place) if place.endswith(".py") else vars(importlib.import_module(place))
+        namespace = runpy.run_path(place) if place.endswith(".py") else vars(importlib.import_module(place))
     except (OSError, ImportError, ValueError) as error:
         raise ConfigError(
             f"--robot={where}: {place or 'it'} can't be imported: {error}. Give FILE.py:FUNCTION or "
             "package.module:FUNCTION; the function returns a robot."
         ) from error
-    if not callable(found.get(name)):
+    if not callable(namespace.get(name)):
         raise ConfigError(f"--robot={where}: {place} has no function {name}.")
-    robot = found[name]()
-    lacks = [
-        part
-        for part in (
-            "observation_features",
-            "action_features",
-            "get_observation",
-            "send_action",
-            "connect",
-            "disconnect",
-        )
-        if not hasattr(robot, part)
-    ]
-    if lacks:
+    robot = namespace[name]()
+    missing = [part for part in PARTS if not hasattr(robot, part)]
+    if missing:
         raise ConfigError(
-            f"--robot={where}: what {name} returned is no robot of LeRobot's: it has no {lacks[0]}."
+            f"--robot={where}: what {name} returned is no robot of LeRobot's: it has no {missing[0]}."
         )
     return robot
 
@@ -125,7 +114,7 @@ def record_robot(
                 )
                 counts["episodes"] += 1
                 counts["frames"] += writer.length
-                counts["held"] += report.held
+                counts["held"] += report.idle_steps
                 writer.save_episode(session.task)
                 if progress is not None:
                     progress(number + 1, session.episodes)
@@ -143,12 +132,12 @@ def _finish(writer: DatasetWriter, episodes: int, stopped: BaseException | None)
     if episodes:
         writer.close()
     if stopped is not None:
-        kept = (
+        outcome = (
             f"{episodes} episodes before it are kept in {writer.root}" if episodes else "Nothing was recorded"
         )
         if isinstance(stopped, KeyboardInterrupt):
             raise stopped
-        raise FlexorError(f"{stopped} {kept}.") from stopped
+        raise FlexorError(f"{stopped} {outcome}.") from stopped
 
 
 class RobotFrames:
@@ -158,14 +147,14 @@ class RobotFrames:
         self.writer, self.names = writer, names
         self.last: np.ndarray | None = None
 
-    def add(self, observation: Mapping[str, Any], did: np.ndarray | None) -> None:
-        if did is None and self.last is None:
+    def add(self, observation: Mapping[str, Any], executed: np.ndarray | None) -> None:
+        if executed is None and self.last is None:
             return  # it waits for the first chunk: nothing was done
-        action = self._held(observation) if did is None else did
+        action = self._held_position(observation) if executed is None else executed
         self.last = action
         self.writer.add_frame({**observation, "action": np.asarray(action, np.float32)})
 
-    def _held(self, observation: Mapping[str, Any]) -> np.ndarray:
+    def _held_position(self, observation: Mapping[str, Any]) -> np.ndarray:
         numbers = self.names.numbers
         assert self.last is not None
         if not all(name in numbers for name in self.names.actions):
@@ -177,15 +166,15 @@ class RobotFrames:
 def robot_features(robot: Any, names: RobotNames) -> dict[str, dict[str, Any]]:
     """The features of a dataset of this robot, under the names that a policy gets."""
     features: dict[str, dict[str, Any]] = {
-        theirs: {
+        policy_name: {
             "dtype": "video",
             "shape": tuple(robot.observation_features[name]),
             "names": ["height", "width", "channels"],
         }
-        for name, theirs in names.cameras.items()
+        for name, policy_name in names.cameras.items()
     }
-    for theirs in names.alone.values():
-        features[theirs] = {"dtype": "float32", "shape": (1,), "names": None}
+    for policy_name in names.renamed_numbers.values():
+        features[policy_name] = {"dtype": "float32", "shape": (1,), "names": None}
     if names.numbers:
         features["observation.state"] = {
             "dtype": "float32",

@@ -73,12 +73,12 @@ class ServedActor:
         self._threads = self._threads or ThreadPoolExecutor(num_envs)
 
     def act(self, batch: dict[str, np.ndarray], task: list[str]) -> np.ndarray:
-        def one(row: int) -> np.ndarray:
+        def act_in_row(row: int) -> np.ndarray:
             return self.players[row].act({name: value[row] for name, value in batch.items()}, task[row])
 
         assert self._threads is not None
         with client_errors():
-            return np.stack([*self._threads.map(one, range(len(task)))])
+            return np.stack([*self._threads.map(act_in_row, range(len(task)))])
 
     def close(self) -> None:
         if self._threads is not None:
@@ -144,15 +144,15 @@ def _play(env: Env, player: ChunkPlayer, seed: int, max_steps: int | None, write
     player.reset(seed)
     success, done, steps = False, False, 0
     while not done:
-        seen = observation_to_batch(observation)
-        action = player.act(seen, task_of(env))
+        inputs = observation_to_batch(observation)
+        action = player.act(inputs, task_of(env))
         observation, reward, terminated, truncated, info = env.step(action)
         steps += 1
         success |= succeeded(info, float(reward), terminated)
         done = bool(terminated or truncated or steps == max_steps)
         writer.add_frame(
             {
-                **{name: _as_recorded(value) for name, value in seen.items()},
+                **{name: _as_recorded(value) for name, value in inputs.items()},
                 "action": np.asarray(action, np.float32),
                 "next.reward": np.array([reward], np.float32),
                 "next.done": np.array([done]),
@@ -170,11 +170,11 @@ def _as_recorded(value: np.ndarray) -> np.ndarray:
 
 
 def _features(
-    seen: Mapping[str, np.ndarray], action: tuple[int, ...], names: Sequence[str] | None
+    observation: Mapping[str, np.ndarray], action: tuple[int, ...], names: Sequence[str] | None
 ) -> dict[str, dict[str, Any]]:
     """The dataset's features, from an observation and the shape of an action."""
     features: dict[str, dict[str, Any]] = {}
-    for name, value in seen.items():
+    for name, value in observation.items():
         recorded = _as_recorded(value)
         image = recorded.ndim == 3
         features[name] = {
@@ -182,11 +182,11 @@ def _features(
             "shape": recorded.shape,
             "names": ["height", "width", "channels"] if image else None,
         }
-    one = {"shape": (1,), "names": None}
+    scalar = {"shape": (1,), "names": None}
     return {
         **features,
         "action": {"dtype": "float32", "shape": action, "names": None if names is None else list(names)},
-        "next.reward": {"dtype": "float32", **one},
-        "next.done": {"dtype": "bool", **one},
-        "next.success": {"dtype": "bool", **one},
+        "next.reward": {"dtype": "float32", **scalar},
+        "next.done": {"dtype": "bool", **scalar},
+        "next.success": {"dtype": "bool", **scalar},
     }

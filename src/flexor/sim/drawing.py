@@ -30,7 +30,7 @@ BLOCK_RIM: Colour = (160, 34, 32)
 GRIPPER: Colour = (38, 52, 92)
 FINGER: Colour = (62, 96, 190)
 LIGHT_FREE: Colour = (250, 250, 250)
-LIGHT_HELD: Colour = (255, 190, 40)
+LIGHT_GRASPED: Colour = (255, 190, 40)
 SHADOW: Colour = (30, 26, 40)
 
 FINGER_HALF = 0.045
@@ -121,13 +121,13 @@ class Painter:
         opening: float,
         block: tuple[float, float],
         discs: list[tuple[tuple[float, float], int]],
-        held: bool,
+        grasped: bool,
         done: tuple[float, float] | None,
     ) -> np.ndarray:
         """The scene as uint8 [height, width, 3]. `discs` have a position and a colour; `done` is the one that glows."""
         self._draw_still(discs, done)
-        self._canvas.paint(self._block(*block, held))
-        self._canvas.paint(self._gripper(*gripper, opening, held))
+        self._canvas.paint(self._block(*block, grasped))
+        self._canvas.paint(self._gripper(*gripper, opening, grasped))
         return self._canvas.pixels()
 
     def _draw_table(self) -> np.ndarray:
@@ -156,9 +156,9 @@ class Painter:
         glow = [disc(x, y, radius + 0.10, GOAL_DONE, alpha=0.55, soft=0.12)] if done else []
         return [*glow, disc(x, y, radius, DISC_RIMS[colour]), inner]
 
-    def _block(self, x: float, y: float, held: bool) -> list[Shape]:
+    def _block(self, x: float, y: float, grasped: bool) -> list[Shape]:
         half = self._block_half
-        lift = 0.05 if held else 0.02  # a held block hangs higher, so its shadow falls further away
+        lift = 0.05 if grasped else 0.02  # a grasped block hangs higher, so its shadow falls further away
         return [
             Shape(x + lift, y - lift, half, half, 0.04, SHADOW, alpha=0.30, soft=0.05),
             Shape(x, y, half, half, 0.04, BLOCK_RIM),
@@ -166,7 +166,7 @@ class Painter:
             Shape(x, y, half - 0.075, half - 0.075, 0.02, BLOCK_TOP),
         ]
 
-    def _gripper(self, x: float, y: float, opening: float, held: bool) -> list[Shape]:
+    def _gripper(self, x: float, y: float, opening: float, grasped: bool) -> list[Shape]:
         """Two fingers on a palm: they touch when closed and stop at the block's sides when holding it."""
         spread = FINGER_HALF + self._block_half * (opening + 1)  # opening 0 is the width of the block
         palm = y + 0.19
@@ -179,5 +179,5 @@ class Painter:
             Shape(p.x + 0.06, p.y - 0.06, p.half_width, p.half_height, 0.03, SHADOW, alpha=0.22, soft=0.06)
             for p in parts
         ]
-        light = LIGHT_HELD if held else LIGHT_FREE
+        light = LIGHT_GRASPED if grasped else LIGHT_FREE
         return [*shadows, *parts, disc(x, palm, 0.095, GRIPPER), disc(x, palm, 0.055, light)]

@@ -31,16 +31,16 @@ def expert_action(state: State) -> np.ndarray:
     """The action for this state: [target x, target y, target opening] as float32."""
     if state.success:
         return _toward(state, state.gripper, state.gripper, opening=1.0)
-    if state.held:
+    if state.grasped:
         return _toward(state, state.block, state.goal, -_ramp(state.carry, RELEASE_FROM, RELEASE_AT))
     # Fingers that closed on nothing must open again before they can close on the block.
     opening = _ramp(state.reach, GRASP_FROM, GRASP_AT) if state.opening > 0 else 1.0
     return _toward(state, state.gripper, state.block, opening)
 
 
-def _ramp(distance: float, far: float, there: float) -> float:
-    """1 when far, -1 when there, linear in between."""
-    return min(max(2 * (distance - there) / (far - there) - 1, -1.0), 1.0)
+def _ramp(distance: float, far: float, near: float) -> float:
+    """1 from `far` on, -1 up to `near`, linear in between."""
+    return min(max(2 * (distance - near) / (far - near) - 1, -1.0), 1.0)
 
 
 def _toward(state: State, start: Point, end: Point, opening: float) -> np.ndarray:

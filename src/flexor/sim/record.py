@@ -114,13 +114,13 @@ def demonstrate(env: PlaceEnv, seed: int, noise: float) -> list[dict[str, np.nda
     rest = REST
     for _ in range(TIME_LIMIT + REST):
         action = expert_action(env.state)
-        seen = observation
+        previous = observation
         observation, reward, success, _, _ = env.step(disturbance.apply(action))
         rest = rest - 1 if success else REST
         frames.append(
             {
-                name: seen[key],
-                "observation.state": seen["agent_pos"],
+                name: previous[key],
+                "observation.state": previous["agent_pos"],
                 "action": action,
                 "next.reward": np.array([reward], np.float32),
                 "next.done": np.array([rest == 0]),
@@ -137,33 +137,33 @@ def record_dataset(root: str | Path, *, progress: Progress | None = None, **sett
 
     A demonstration that fails is left out, and the next seed is tried.
     """
-    chosen = _settings(settings)
-    env = PlaceEnv(chosen.image_size, chosen.obs_type, targets=chosen.targets)
-    kept, seed = 0, chosen.seed
+    config = _settings(settings)
+    env = PlaceEnv(config.image_size, config.obs_type, targets=config.targets)
+    recorded, seed = 0, config.seed
     with DatasetWriter(
         Path(root),
         FPS,
-        features(chosen.image_size, chosen.obs_type, chosen.targets),
+        features(config.image_size, config.obs_type, config.targets),
         robot_type="flexor_place",
-        codec=chosen.codec,
-        crf=chosen.crf,
+        codec=config.codec,
+        crf=config.crf,
         # In such a small image, colour at half the resolution would blur the edges of coloured objects.
-        pix_fmt="yuv444p" if chosen.codec == "h264" else "yuv420p",
+        pix_fmt="yuv444p" if config.codec == "h264" else "yuv420p",
     ) as writer:
-        while kept < chosen.episodes:
-            frames = demonstrate(env, seed, chosen.noise)
+        while recorded < config.episodes:
+            frames = demonstrate(env, seed, config.noise)
             seed += 1
             if frames is None:
                 continue
             for frame in frames:
                 writer.add_frame(frame)
             writer.save_episode(env.task_description)
-            kept += 1
+            recorded += 1
             if progress is not None:
-                progress(kept, chosen.episodes)
-    tried = seed - chosen.seed
-    if tried > kept:
-        log.info("left out %d of %d demonstrations that did not succeed in time", tried - kept, tried)
+                progress(recorded, config.episodes)
+    tried = seed - config.seed
+    if tried > recorded:
+        log.info("left out %d of %d demonstrations that did not succeed in time", tried - recorded, tried)
     return Path(root)
 
 
@@ -175,14 +175,14 @@ def ensure_builtin_dataset(
     It is written to a temporary folder and renamed: if two processes do this at once, both record it, and
     the first to finish wins.
     """
-    chosen = _settings(settings)
-    target = Path(cache_dir) / f"place-{_key(chosen)}"
+    config = _settings(settings)
+    target = Path(cache_dir) / f"place-{_key(config)}"
     if target.exists():
         return target
     target.parent.mkdir(parents=True, exist_ok=True)
     aside = Path(tempfile.mkdtemp(prefix=f".{target.name}-", dir=target.parent))
     try:
-        built = record_dataset(aside / "dataset", progress=progress, **asdict(chosen))
+        built = record_dataset(aside / "dataset", progress=progress, **asdict(config))
         try:
             built.rename(target)
         except OSError:
@@ -201,25 +201,25 @@ def builtin_dataset(name: str) -> Path:
 
 
 def _settings(settings: dict[str, Any]) -> RecordSettings:
-    known = RecordSettings.__dataclass_fields__
-    unknown = sorted(set(settings) - set(known))
+    fields = RecordSettings.__dataclass_fields__
+    unknown = sorted(set(settings) - set(fields))
     if unknown:
         raise ConfigError(
-            f"unknown setting of the built-in dataset: {', '.join(unknown)}. Available: {', '.join(known)}"
+            f"unknown setting of the built-in dataset: {', '.join(unknown)}. Available: {', '.join(fields)}"
         )
-    chosen = RecordSettings(**settings)
-    chosen.check()
-    return chosen
+    config = RecordSettings(**settings)
+    config.check()
+    return config
 
 
-def _key(chosen: RecordSettings) -> str:
+def _key(config: RecordSettings) -> str:
     """A key for the dataset's content: its settings and, to detect changes of the code, the first episode.
 
     So a change in the physics, the drawing or the expert gives a new dataset, never an outdated one.
     """
-    digest = hashlib.sha256(json.dumps([FORMAT_VERSION, asdict(chosen)], sort_keys=True).encode())
-    env = PlaceEnv(chosen.image_size, chosen.obs_type, targets=chosen.targets)
-    for frame in demonstrate(env, chosen.seed, chosen.noise) or []:
+    digest = hashlib.sha256(json.dumps([FORMAT_VERSION, asdict(config)], sort_keys=True).encode())
+    env = PlaceEnv(config.image_size, config.obs_type, targets=config.targets)
+    for frame in demonstrate(env, config.seed, config.noise) or []:
         for name in sorted(frame):
             digest.update(frame[name].tobytes())
     return digest.hexdigest()[:12]

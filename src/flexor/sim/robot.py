@@ -44,7 +44,7 @@ class PlaceRobot:
 
     def reset(self, seed: int) -> None:
         self.seed, self._began = seed, time.monotonic()
-        self._seen, _ = self.env.reset(seed=seed)
+        self._observation, _ = self.env.reset(seed=seed)
         self.now, self.steps, self.moved = 0.0, 0, 0
         self.success, self.fell_off = False, False
         angle = np.random.default_rng([0xB317, seed]).uniform(0, 2 * math.pi)
@@ -59,7 +59,7 @@ class PlaceRobot:
         size = self.env.image_size
         if self.env.obs_type == "pixels_agent_pos":
             return {**dict.fromkeys(JOINTS, float), "image": (size, size, 3)}
-        places = self._seen["environment_state"].shape
+        places = self._observation["environment_state"].shape
         return {**dict.fromkeys(JOINTS, float), "places": places}
 
     @property
@@ -80,10 +80,10 @@ class PlaceRobot:
             self.sleep(time.monotonic() - self._began - self.now)
             if self.done:
                 self.reset(self.seed + 1)
-        state = dict(zip(JOINTS, map(float, self._seen["agent_pos"]), strict=True))
-        if "pixels" in self._seen:
-            return {**state, "image": self._seen["pixels"]}
-        return {**state, "places": self._seen["environment_state"]}
+        state = dict(zip(JOINTS, map(float, self._observation["agent_pos"]), strict=True))
+        if "pixels" in self._observation:
+            return {**state, "image": self._observation["pixels"]}
+        return {**state, "places": self._observation["environment_state"]}
 
     def send_action(self, action: dict[str, Any]) -> dict[str, Any]:
         """The target for the control period that has just begun."""
@@ -112,16 +112,16 @@ class PlaceRobot:
     def _step(self) -> None:
         action, self._command = self._command, None
         if action is None:
-            stay = self._seen["agent_pos"]
+            stay = self._observation["agent_pos"]
             action = self._last if self.idle == "last" and self._last is not None else stay
         else:
             self._last = action
-        if self.block_speed and not self.env.state.held:
+        if self.block_speed and not self.env.state.grasped:
             self._slide_block()
-        before = self._seen["agent_pos"]
-        self._seen, _, self.success, _, _ = self.env.step(action)
+        before = self._observation["agent_pos"]
+        self._observation, _, self.success, _, _ = self.env.step(action)
         self.steps += 1
-        self.moved += bool(np.abs(self._seen["agent_pos"] - before).max() > 1e-3)
+        self.moved += bool(np.abs(self._observation["agent_pos"] - before).max() > 1e-3)
 
     def _slide_block(self) -> None:
         (x, y), (dx, dy) = self.env.state.block, self._slide

@@ -57,7 +57,7 @@ class State:
     opening: float
     block: Point
     goal: Point
-    held: bool = False
+    grasped: bool = False
     goal_colour: int = 0
     """Index in COLOURS."""
     other_disc: Point | None = None
@@ -66,10 +66,10 @@ class State:
     @property
     def discs(self) -> list[tuple[Point, int]]:
         """Position and colour of each disc, in the order of colours, which does not tell the goal."""
-        found = [(self.goal, self.goal_colour)]
+        discs = [(self.goal, self.goal_colour)]
         if self.other_disc is not None:
-            found.append((self.other_disc, 1 - self.goal_colour))
-        return sorted(found, key=lambda disc: disc[1])
+            discs.append((self.other_disc, 1 - self.goal_colour))
+        return sorted(discs, key=lambda disc: disc[1])
 
     @property
     def reach(self) -> float:
@@ -84,7 +84,7 @@ class State:
     @property
     def success(self) -> bool:
         """Whether the block is on the disc and the gripper has released it."""
-        return not self.held and self.carry <= GOAL_TOLERANCE
+        return not self.grasped and self.carry <= GOAL_TOLERANCE
 
     @property
     def reward(self) -> float:
@@ -95,7 +95,7 @@ class State:
         """
         if self.success:
             return 1.0
-        if self.held:
+        if self.grasped:
             return 0.5 + 0.4 * (1 - self.carry / FARTHEST)
         return 0.4 * (1 - self.reach / FARTHEST)
 
@@ -114,22 +114,22 @@ def _move(position: Point, target: Point) -> Point:
 
 def advance(state: State, action: np.ndarray) -> State:
     """The state one step later. `action` is [target x, target y, target opening], each in [-1, 1]."""
-    wanted_x, wanted_y, wanted_opening = (_clip(float(value)) for value in action)
-    gripper = _move(state.gripper, (wanted_x, wanted_y))
-    opening = state.opening + _clip(wanted_opening - state.opening, -FINGER_SPEED, FINGER_SPEED)
+    target_x, target_y, target_opening = (_clip(float(value)) for value in action)
+    gripper = _move(state.gripper, (target_x, target_y))
+    opening = state.opening + _clip(target_opening - state.opening, -FINGER_SPEED, FINGER_SPEED)
 
-    if state.held:
+    if state.grasped:
         # The block moves with the gripper, and keeps the fingers from closing further.
         dx, dy = gripper[0] - state.gripper[0], gripper[1] - state.gripper[1]
         block = _clip(state.block[0] + dx), _clip(state.block[1] + dy)
-        held = opening <= RELEASE_OPENING
-        return replace(state, gripper=gripper, opening=max(opening, 0.0), block=block, held=held)
+        grasped = opening <= RELEASE_OPENING
+        return replace(state, gripper=gripper, opening=max(opening, 0.0), block=block, grasped=grasped)
 
     closes_on_block = state.opening > 0 >= opening and math.dist(gripper, state.block) <= GRASP_RADIUS
     if closes_on_block:
         # The fingers close along x, so they push the block to the middle between them.
-        return replace(state, gripper=gripper, opening=0.0, block=(gripper[0], state.block[1]), held=True)
-    return replace(state, gripper=gripper, opening=opening, held=False)
+        return replace(state, gripper=gripper, opening=0.0, block=(gripper[0], state.block[1]), grasped=True)
+    return replace(state, gripper=gripper, opening=opening, grasped=False)
 
 
 def describe(colour: int) -> str:
@@ -237,7 +237,7 @@ class PlaceEnv(gymnasium.Env[Any, np.ndarray]):
 
     def _draw(self, painter: Painter) -> np.ndarray:
         s = self.state
-        return painter.draw(s.gripper, s.opening, s.block, s.discs, s.held, s.goal if s.success else None)
+        return painter.draw(s.gripper, s.opening, s.block, s.discs, s.grasped, s.goal if s.success else None)
 
     def render(self) -> np.ndarray | None:
         """The scene as the policy sees it, in a larger size for people."""
