@@ -21,7 +21,9 @@ def test_actions_that_are_over_are_left_out():
     timeline = Timeline(blend=0)
     timeline.take(chunk(0), requested_at=0)
     assert executed(timeline, 5) == [0, 1, 2, 3, 4]
-    timeline.take(chunk(103), requested_at=3)  # for the moment after three actions; two more were executed meanwhile
+    timeline.take(
+        chunk(103), requested_at=3
+    )  # for the moment after three actions; two more were executed meanwhile
     assert executed(timeline, 7) == [105, 106, 107, 108, 109, 110, None]
 
 
