@@ -68,7 +68,7 @@ def _last_line(run: Path) -> str:
 def assert_named(run: Path, verdict: str, *, others: bool = True) -> Diagnosis:
     """The only finding is `verdict`. If other processes use the machine, there may be further findings."""
     diagnosis = diagnose_run(run).diagnosis
-    names = [finding.what for finding in diagnosis.findings]
+    names = [finding.name for finding in diagnosis.findings]
     if others and slow_runs.others_use(run) > 0.3:
         if is_alarm(verdict) and verdict not in names:
             pytest.skip(f"other processes use this machine: {names}")
