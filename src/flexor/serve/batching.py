@@ -11,6 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import torch
 
+from flexor.core.log import log
 from flexor.serve.job import ServeJob
 
 ACTIVE_S = 1.0  # a robot that was answered within this time is expected to ask again, if a window is set
@@ -99,6 +100,7 @@ class RequestBatcher:
             try:
                 await loop.run_in_executor(self.thread, self.answer, [job for job, _ in batch])
             except Exception as error:
+                log.exception("A batch of %d requests failed", len(batch))
                 for job, _ in batch:
                     job.error = job.error or f"The server failed: {type(error).__name__}."
             now = self.free_since = time.perf_counter()

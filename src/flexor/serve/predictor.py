@@ -164,7 +164,7 @@ class Predictor:
             session.step += self.config.action_steps
             return
         if job.actions is not None:
-            session.take(job.actions)
+            session.add_chunk(job.actions)
         job.actions = session.next_action()[None]
 
     def _fail(self, job: ServeJob, error: Exception) -> None:
