@@ -14,6 +14,7 @@ import json
 import statistics
 import tempfile
 import time
+from dataclasses import replace
 from datetime import date
 from pathlib import Path
 from typing import Any
@@ -105,7 +106,7 @@ def settings(way: str, batch: int, device: torch.device) -> TrainConfig:
     flags = ["--policy.type=act", f"--batch_size={batch}", f"--step={way}", "--dataset.repo_id=made/up"]
     config = load_config([*flags, f"--policy.device={device}", *(SMALL if small else [])])
     robot = Robot(cameras=1, height=32, width=32) if small else Robot(cameras=2)
-    config.policy = robot.fill_in(config.policy)
+    config = replace(config, policy=robot.fill_in(config.policy))
     return settle_for_gpu(config, None if small else torch.cuda.get_device_capability(device))
 
 

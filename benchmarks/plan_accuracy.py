@@ -83,8 +83,7 @@ class Case:
     def config(self) -> TrainConfig:
         flags = [f"--policy.type={self.policy}", "--dataset.repo_id=made/up", *self.flags.split()]
         config = load_config(flags)
-        config.policy = ROBOTS[self.robot or self.policy].fill_in(config.policy)
-        return config
+        return replace(config, policy=ROBOTS[self.robot or self.policy].fill_in(config.policy))
 
     @property
     def fitted(self) -> bool:

@@ -11,6 +11,7 @@ import argparse
 import json
 import statistics
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
@@ -48,7 +49,7 @@ def peaks(results: Path, only: str = "") -> Iterator[Peak]:
 def planned_peak(case: Case, way: str, gpu: GPU) -> int:
     """Bytes. A run with a graph has eager steps before it."""
     config = load_config([f"--policy.type={case.policy}", "--dataset.repo_id=made/up", *WAYS[way]])
-    config.policy = case.robot.fill_in(config.policy)
+    config = replace(config, policy=case.robot.fill_in(config.policy))
     trace = trace_step(config, case.batch, gpu)
     eager = replay(trace).allocated
     return max(eager, replay(trace, graph=True).allocated) if way.startswith("graph") else eager

@@ -21,6 +21,7 @@ import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
+from dataclasses import replace
 from datetime import date
 from pathlib import Path
 from types import MappingProxyType
@@ -119,8 +120,7 @@ def settings(case: Case, flags: list[str]) -> TrainConfig:
     arguments = [f"--policy.type={case.policy}", f"--batch_size={case.batch}", "--dataset.repo_id=made/up"]
     arguments += [f"--policy.{name}={str(value).lower()}" for name, value in case.settings.items()]
     config = load_config([*arguments, *flags])
-    config.policy = case.robot.fill_in(config.policy)
-    return config
+    return replace(config, policy=case.robot.fill_in(config.policy))
 
 
 def flexor(case: Case, flags: list[str]) -> dict[str, float]:

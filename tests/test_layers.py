@@ -82,6 +82,7 @@ LAYERS = {
             "health",
             "diagnose",
             "run_log",
+            "resolve",
         ),
         "loop",
     ],

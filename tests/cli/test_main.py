@@ -1,6 +1,7 @@
 """The command line as a person uses it: every verb, its help, its JSON, its exit codes."""
 
 import json
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -9,6 +10,7 @@ import pytest
 
 from flexor import __version__
 from flexor.cli.main import VERBS, main
+from flexor.config import parse
 from support import runs
 
 
@@ -41,6 +43,31 @@ def only_json(capsys) -> dict:
     out = capsys.readouterr().out
     assert out.count("\n") == 1
     return json.loads(out, parse_constant=lambda name: pytest.fail(f"{name} is not JSON"))
+
+
+# Flags
+
+
+def test_a_command_line_is_parsed_once(run, tmp_path, monkeypatch):
+    from flexor.plan import advise  # noqa: F401  (it must not import the counting function below)
+
+    parsed = []
+    parse_flags = parse.parse_flags
+    monkeypatch.setattr(parse, "parse_flags", lambda words: parsed.append(words) or parse_flags(words))
+    saved = run / "checkpoints/last/pretrained_model/train_config.json"
+    copied = shutil.copytree(run, tmp_path / "run")
+    again = [f"--config={run / 'config.yaml'}", f"--output_dir={tmp_path / 'new'}", "--steps=1"]
+    for words in (
+        ["train", *again],
+        ["train", *again, "--resume=auto"],
+        ["train", "--resume=true", f"--config_path={copied / saved.relative_to(run)}", "--steps=2"],
+        ["resume", str(copied), "--steps=3"],
+        ["plan", "--policy.type=act", "--gpu=RTX 4090", "--json"],
+        ["launch", "slurm", "--dry-run", "--", "train", *again, "--resume=auto"],
+    ):
+        parsed.clear()
+        assert main(words) == 0, words
+        assert len(parsed) == 1, words
 
 
 # Verbs and help

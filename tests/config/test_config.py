@@ -1,7 +1,10 @@
 """Settings: every way to give them, and that what can't be is refused before anything is made."""
 
+import copy
 import dataclasses
 import json
+import operator
+import pickle
 import re
 import string
 from pathlib import Path
@@ -17,7 +20,7 @@ from flexor.config.lerobot_flags import IGNORED
 from flexor.config.parse import build_config, flatten, load_config, nest, parse_flags
 from flexor.config.schema import GROUPS, TrainConfig, group_type, pushes_policy
 from flexor.core.errors import ConfigError
-from flexor.core.typed import help_texts, to_plain
+from flexor.core.typed import help_texts, to_plain, with_settings
 from flexor.policies import POLICIES, policy_class
 from flexor.policies.adapters import LoraConfig
 from flexor.policies.pretrained import as_lerobot
@@ -727,3 +730,25 @@ def test_lerobots_names_of_schedules():
     assert load_config(flags).scheduler.type == "cosine"
     with pytest.raises(ConfigError, match="linear"):
         load_config([*flags, "--scheduler.name=linear"])
+
+
+def test_settings_are_frozen():
+    config = load_config([DATA, "--steps=7"])
+    for group in ("", *GROUPS):
+        settings = operator.attrgetter(group)(config) if group else config
+        for field in (
+            dataclasses.fields(settings) if group != "policy" else ()
+        ):  # users' policies are not frozen
+            with pytest.raises(dataclasses.FrozenInstanceError):
+                setattr(settings, field.name, None)
+    for same in (copy.deepcopy(config), pickle.loads(pickle.dumps(config))):
+        assert same == config and same is not config
+
+
+def test_a_copy_has_other_settings():
+    config = load_config([DATA, "--steps=7"])
+    changed = with_settings(config, {"steps": "8", "dataset.cache.tier": "ram", "policy.chunk_size": 3})
+    assert (config.steps, config.dataset.cache.tier, config.policy.chunk_size) == (7, "auto", 100)
+    assert (changed.steps, changed.dataset.cache.tier, changed.policy.chunk_size) == (8, "ram", 3)
+    with pytest.raises(ConfigError, match=r"dataset.cache.tier='shelf' is not valid"):
+        with_settings(config, {"dataset.cache.tier": "shelf"})

@@ -61,7 +61,7 @@ def test_a_run_records_what_was_settled_and_keeps_it(lowdim, tiny_act, tmp_path,
     written = yaml.safe_load((run / "config.yaml").read_text())
     assert (written["precision"], written["channels_last"], written["step"]) == ("no", False, "auto")
     # a resume on a GPU that would choose otherwise
-    monkeypatch.setattr("flexor.train.loop.lowest_capability", lambda *_: (9, 0))
+    monkeypatch.setattr("flexor.train.resolve.lowest_capability", lambda *_: (9, 0))
     assert main(["resume", str(run), "--steps=2"]) == 0
     again = runs.flags(lowdim, run, tiny_act, "--steps=3", "--resume=auto")
     assert main(["train", *again]) == 0
@@ -73,7 +73,7 @@ def test_a_run_from_before_these_settings_stays_as_it_was(lowdim, tiny_act, tmp_
     for name in ("config.yaml", "checkpoints/last/training_state/flexor.json"):
         forget(run / name)
     monkeypatch.setattr("flexor.train.checkpoint.folder.verify", lambda folder: None)
-    monkeypatch.setattr("flexor.train.loop.lowest_capability", lambda *_: (9, 0))
+    monkeypatch.setattr("flexor.train.resolve.lowest_capability", lambda *_: (9, 0))
     assert main(["resume", str(run), "--steps=2"]) == 0
     assert saved(run)["precision"] == "no" and not saved(run)["channels_last"]
 

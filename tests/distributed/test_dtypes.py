@@ -1,5 +1,6 @@
 """Shards of a policy whose trained weights have several dtypes: matrices in bfloat16, norms in float32."""
 
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -40,7 +41,7 @@ def flags(name: str, folder: Path) -> list[str]:
 
 def policy_of(given: list[str], dataset: Path) -> Policy:
     config = load_config([f"--dataset.root={dataset}", *given])
-    config.policy = fit_to_dataset(config.policy, open_dataset(root=dataset))
+    config = replace(config, policy=fit_to_dataset(config.policy, open_dataset(root=dataset)))
     torch.manual_seed(0)
     return make_policy(config)
 

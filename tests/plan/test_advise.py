@@ -7,6 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from flexor.config.schema import TrainConfig
+from flexor.core.typed import with_settings
 from flexor.plan.advise import KINDS, Change, Effect, Harm, in_order, possible_changes, remedy
 from flexor.plan.site.hardware import load_hardware
 
@@ -98,8 +99,8 @@ def test_changes_fit_the_run() -> None:
     assert "average" not in proposed and "frames" not in proposed
     assert next(iter(proposed)) == "accumulation" and list(proposed)[-1] == "batch"
 
-    config.precision, config.activation_checkpointing, config.ema.enable = "bf16", True, True
-    config.parallel.strategy, config.dataset.cache.tier = "fsdp", "gpu"
+    changes = {"precision": "bf16", "activation_checkpointing": True, "ema.enable": True}
+    config = with_settings(config, changes | {"parallel.strategy": "fsdp", "dataset.cache.tier": "gpu"})
     proposed = {c.name: c for c in possible_changes(config, gpu, gpus=4)}
     assert not {"precision", "checkpointing", "sharding"} & proposed.keys()
     assert {"average", "frames"} <= proposed.keys()

@@ -35,8 +35,15 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> list[GPU]:
 def run_of(dataset: Path, tiny_act: list[str], *flags: str) -> tuple[TrainConfig, preflight.Dataset]:
     config = load_config([f"--dataset.root={dataset}", *tiny_act, "--batch_size=32", *flags])
     training, _ = build_datasets(config.dataset)
-    config.policy = fit_to_dataset(config.policy, training)
-    return config, training
+    return replace(config, policy=fit_to_dataset(config.policy, training)), training
+
+
+def plan_of(
+    config: TrainConfig, training: preflight.Dataset, device: torch.device = CUDA
+) -> tuple[TrainConfig, preflight.Plan | None]:
+    """The settings of the run that was planned, and the plan."""
+    check = preflight.Preflight()
+    return check.before(config, training, Processes(), device), check.plan
 
 
 def test_a_run_says_what_it_expects(
@@ -96,13 +103,13 @@ def test_auto_keeps_the_global_batch_and_what_is_given(
     dataset: Path, tiny_act: list[str], gpu: list[GPU]
 ) -> None:
     config, training = run_of(dataset, tiny_act, "--auto=true", "--batch_size=512")
-    whole = preflight.plan_run(config, training, Processes(), CUDA)
+    config, whole = plan_of(config, training)
     assert whole is not None and (config.batch_size, config.global_batch_size) == (512, 512)
     assert not config.activation_checkpointing and not config.auto
 
     gpu[0] = replace(gpu[0], memory_gib=(whole.peak - (4 << 20)) / preflight.ROOM / 2**30)
     config, training = run_of(dataset, tiny_act, "--auto=true", "--batch_size=512", "--num_workers=3")
-    smaller = preflight.plan_run(config, training, Processes(), CUDA)
+    config, smaller = plan_of(config, training)
     assert smaller is not None and smaller.peak < whole.peak
     assert config.batch_size < 512 and config.global_batch_size == 512 and config.num_workers == 3
     assert smaller.split.batch_size * smaller.split.accumulation == 512
@@ -124,9 +131,7 @@ def test_auto_gives_each_rank_its_share_of_the_threads(
 
 def test_nothing_is_planned_without_a_gpu(dataset: Path, tiny_act: list[str]) -> None:
     config, training = run_of(dataset, tiny_act, "--auto=true")
-    before = replace(config)
-    assert preflight.plan_run(config, training, Processes(), torch.device("cpu")) is None
-    assert config == before
+    assert plan_of(config, training, torch.device("cpu")) == (config, None)
 
 
 def test_a_plan_that_fails_stops_nothing(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from flexor.config.schema import TrainConfig
@@ -81,6 +81,6 @@ def plan_memory(
     planner = MemoryPlanner(
         config, gpu, world_size=world_size, local_world_size=local_world_size, expandable=expandable
     )
-    batch_size = batch_size or split_batch(replace(config), world_size).batch_size
+    batch_size = batch_size or split_batch(config, world_size).batch_size
     accumulation = planner.accumulation(batch_size)
     return planner.plan(trace_step(planner.config, batch_size, gpu, accumulation, world_size))

@@ -1,8 +1,10 @@
 """What the loop does besides resuming: accumulation, divergence, held-out loss, evaluation, retention."""
 
+import copy
 import json
 import math
 import shutil
+from dataclasses import replace
 from datetime import datetime
 from pathlib import Path
 from types import SimpleNamespace
@@ -26,6 +28,7 @@ from flexor.train.checkpoint import folder as checkpoint
 from flexor.train.checkpoint import run_folder
 from flexor.train.datasets import split_episodes
 from flexor.train.engine.base import Engine
+from flexor.train.loop import train
 from flexor.train.ranks.split import split_batch
 from flexor.train.validate import held_out_loss
 from support import runs
@@ -139,6 +142,13 @@ def test_metrics_are_json_even_when_fp16_overflows(lowdim, tiny_act, tmp_path):
 # Held-out episodes and evaluation
 
 
+def test_a_run_does_not_change_its_settings(lowdim, tiny_act, tmp_path):
+    config = load_config(runs.flags(lowdim, tmp_path / "run", tiny_act, "--epochs=0.1"))
+    before = copy.deepcopy(config)
+    assert train(config).step > 0
+    assert config == before and not config.policy.input_features
+
+
 @given(st.lists(st.integers(0, 3), min_size=1, max_size=30), st.floats(0.01, 0.99))
 def test_split_is_lerobots(tasks, share):
     class Episodes:
@@ -164,7 +174,7 @@ def test_split_is_lerobots(tasks, share):
 def state_of(lowdim, tiny_act, tmp_path, *more):
     config = load_config(runs.flags(lowdim, tmp_path / "run", tiny_act, *more))
     dataset = open_dataset(root=lowdim)
-    config.policy = fit_to_dataset(config.policy, dataset)
+    config = replace(config, policy=fit_to_dataset(config.policy, dataset))
     return build_state(config, dataset, Engine(torch.device("cpu")), split_batch(config, 1)), dataset
 
 

@@ -11,6 +11,7 @@ from fsspec.config import set_conf_env
 
 from flexor.cli.main import main
 from flexor.core import hub_errors
+from flexor.core.typed import with_settings
 from flexor.monitor.trackers import settings_of
 from flexor.train.checkpoint.resume import resumed_config
 from support import runs
@@ -54,8 +55,8 @@ def test_it_is_written_nowhere(run, root, tiny_act, tmp_path, capfd, log_lines):
 
 
 def test_trackers_do_not_get_it(run, root, tiny_act, tmp_path):
-    config = resumed_config(run, [f"--dataset.root={root}"])
-    config.sample_weighting.progress_path = f"{root}/progress.parquet"
+    config = resumed_config(run, {"dataset.root": root})
+    config = with_settings(config, {"sample_weighting.progress_path": f"{root}/progress.parquet"})
     for name in ("wandb", "trackio"):
         assert PASSWORD not in json.dumps(settings_of(name, config, "id"))
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -84,15 +84,14 @@ def _add_data(measures: Any) -> None:
 def _data(parsed: argparse.Namespace, settings: list[str]) -> int:
     from flexor.bench import data as bench_data
     from flexor.bench.report import check_report_path, render, write
-    from flexor.config.parse import load_config, parse_flags
+    from flexor.config.parse import config_from_flags, parse_flags
 
-    own = vars(parsed)
-    output, as_json = own.pop("output"), own.pop("json")
+    measurement = vars(parsed)
+    output, as_json = measurement.pop("output"), measurement.pop("json")
     check_report_path(output)
-    options, config = bench_data.Options(**own), load_config(settings)
-    if "num_workers" not in parse_flags(settings):
-        config.num_workers = bench_data.threads_per_rank(parsed.ranks)
-    report = bench_data.bench_data(config, options)
+    options = bench_data.Options(**measurement)
+    flags = {"num_workers": bench_data.threads_per_rank(parsed.ranks), **parse_flags(settings)}
+    report = bench_data.bench_data(config_from_flags(flags), options)
     for path in write(report, output):
         log.info("wrote %s", path)
     print_result(report, as_json, render(report))
@@ -125,21 +124,22 @@ def _step(parsed: argparse.Namespace, settings: list[str]) -> int:
     from flexor.bench.step_report import render_step
     from flexor.config.parse import parse_flags
 
-    config = _config_of_step(parsed, settings)
-    asked = config.step if "step" in parse_flags(settings) else "auto"
-    report = bench_step(config, [way for way in WAYS if asked in ("auto", way)], parsed.steps)
+    flags = parse_flags(settings)
+    config = _config_of_step(parsed, flags)
+    requested = config.step if "step" in flags else "auto"
+    report = bench_step(config, [way for way in WAYS if requested in ("auto", way)], parsed.steps)
     print_result(report, parsed.json, render_step(report))
     return 0
 
 
-def _config_of_step(parsed: argparse.Namespace, settings: list[str]) -> TrainConfig:
+def _config_of_step(parsed: argparse.Namespace, flags: Mapping[str, Any]) -> TrainConfig:
     """The settings with the features of the dataset, or of the robot described."""
-    if not names_dataset(parsed, settings):
-        return described_run(parsed, settings)[0]
-    from flexor.config.parse import load_config
+    if not names_dataset(parsed, flags):
+        return described_run(parsed, flags)[0]
+    from flexor.config.parse import config_from_flags
     from flexor.plan.data.from_dataset import open_for_plan
 
-    return open_for_plan(load_config(settings))[0]
+    return open_for_plan(config_from_flags(flags))[0]
 
 
 def _add_policy(measures: Any) -> None:
@@ -181,15 +181,17 @@ def _policy(parsed: argparse.Namespace, settings: list[str]) -> int:
 def _policies(parsed: argparse.Namespace, settings: list[str]) -> Iterator[Pretrained]:
     """That of a checkpoint, or an untrained one for each number of cameras up to that of the robot described."""
     from flexor.bench.policy import trained, untrained
+    from flexor.config.parse import parse_flags
     from flexor.plan.data.imagined_robot import parse_cameras
 
+    flags = parse_flags(settings)
     if parsed.checkpoint is not None:
-        yield trained(parsed.checkpoint, _device(settings), parsed.dtype)
+        yield trained(parsed.checkpoint, _device(flags), parsed.dtype)
         return
     count, height, width = parse_cameras(parsed.cameras or "2x480x640")
     for cameras in range(min(1, count), count + 1):
         parsed.cameras = f"{cameras}x{height}x{width}"
-        yield untrained(described_run(parsed, settings)[0].policy, parsed.dtype)
+        yield untrained(described_run(parsed, flags)[0].policy, parsed.dtype)
 
 
 def _add_serve(measures: Any) -> None:
@@ -269,24 +271,22 @@ def _served_untrained(parsed: argparse.Namespace, settings: list[str]) -> Iterat
     if not any(setting.startswith("--policy.type") for setting in settings):
         raise ConfigError(f"{settings[0]}: settings of a policy need a checkpoint or --policy.type.")
     from flexor.bench.policy import untrained
+    from flexor.config.parse import parse_flags
     from flexor.serve.open import predictor_of
     from flexor.serve.settings import ServeSettings
 
-    device = [f"--policy.device={parsed.device}"] if parsed.device else []
+    flags = parse_flags(settings) | ({"policy.device": parsed.device} if parsed.device else {})
     for cameras in parsed.cameras or ["2x480x640"]:
         robot = argparse.Namespace(cameras=cameras, state=None, action=None)
-        policy = untrained(described_run(robot, [*settings, *device])[0].policy, parsed.dtype)
+        policy = untrained(described_run(robot, flags)[0].policy, parsed.dtype)
         yield predictor_of(policy, ServeSettings(), dtype=parsed.dtype, compiled=parsed.compile)
 
 
-def _device(settings: list[str]) -> str | None:
+def _device(flags: dict[str, Any]) -> str | None:
     """The only setting that a checkpoint leaves open."""
-    from flexor.config.parse import parse_flags
-
-    given = dict(parse_flags(settings))
-    device = given.pop("policy.device", None)
-    if given:
+    device: str | None = flags.pop("policy.device", None)
+    if flags:
         raise ConfigError(
-            f"--{min(given)}: a checkpoint has its own settings. Only --policy.device can be given with it."
+            f"--{min(flags)}: a checkpoint has its own settings. Only --policy.device can be given with it."
         )
     return device

@@ -98,6 +98,7 @@ def _clear(folder: Path) -> None:
 
 def _untrained(config: TrainConfig, trained: Pretrained, device: str) -> Pretrained:
     """The same policy with its initial weights."""
+    config = replace(config, policy=trained.policy.config)  # which has the features of the dataset
     policy = build_policy(config, Engine(find_device(device)))
     return replace(trained, policy=policy.eval())
 

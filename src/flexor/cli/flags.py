@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import os
 import re
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from typing import TYPE_CHECKING, Any
 
 from flexor.core.errors import ConfigError
@@ -114,12 +114,12 @@ def robot_flags(group: Any) -> None:
 
 
 def names_dataset(
-    parsed: argparse.Namespace, settings: list[str], describing: Collection[str] = ROBOT
+    parsed: argparse.Namespace, settings: Mapping[str, Any], describing: Collection[str] = ROBOT
 ) -> bool:
     """Whether the settings name a dataset. To describe one as well, with the flags `describing`, is an error."""
-    from flexor.config.parse import DATASETS, parse_flags
+    from flexor.config.parse import DATASETS
 
-    if not {"config", *DATASETS} & parse_flags(settings).keys():
+    if not {"config", *DATASETS} & settings.keys():
         return False
     described = [name for name in describing if getattr(parsed, name) is not None]
     if described:
@@ -130,14 +130,14 @@ def names_dataset(
     return True
 
 
-def described_run(parsed: argparse.Namespace, settings: list[str]) -> tuple[TrainConfig, Robot]:
+def described_run(parsed: argparse.Namespace, settings: Mapping[str, Any]) -> tuple[TrainConfig, Robot]:
     """The settings of a run without a dataset, with the policy's features filled in, and the robot described."""
     from dataclasses import replace
 
-    from flexor.config.parse import load_config
+    from flexor.config.parse import config_from_flags
     from flexor.plan.data.imagined_robot import Robot, parse_cameras
 
     state, action = (14 if size is None else size for size in (parsed.state, parsed.action))
     robot = Robot(*parse_cameras(parsed.cameras or "2x480x640"), state, action)
-    config = load_config([*settings, "--dataset.repo_id=planned/dataset"])
+    config = config_from_flags({**settings, "dataset.repo_id": "planned/dataset"})
     return replace(config, policy=robot.fill_in(config.policy)), robot

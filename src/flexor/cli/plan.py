@@ -156,14 +156,16 @@ def _study(parsed: argparse.Namespace, settings: list[str], hardware: Hardware) 
 
 def _job(parsed: argparse.Namespace, settings: list[str]) -> tuple[TrainConfig, Data, str]:
     """The settings with the policy's features filled in, the data, and what was assumed about the data."""
-    if names_dataset(parsed, settings, ("frames", "fps", *ROBOT)):
-        from flexor.config.parse import load_config
+    from flexor.config.parse import config_from_flags, parse_flags
+
+    flags = parse_flags(settings)
+    if names_dataset(parsed, flags, ("frames", "fps", *ROBOT)):
         from flexor.plan.data.from_dataset import open_for_plan
 
-        return *open_for_plan(load_config(settings)), ""
+        return *open_for_plan(config_from_flags(flags)), ""
     from flexor.plan.data.imagined_robot import imagined_data
 
-    config, robot = described_run(parsed, settings)
+    config, robot = described_run(parsed, flags)
     frames = parsed.frames or FRAMES
     return config, imagined_data(config.policy, frames), f"{frames:,} frames, {robot.describe()}"
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -27,27 +28,33 @@ def run(arguments: list[str]) -> int:
     processes, as_json = take_processes("resume", arguments), take_flag(arguments, "--json")
     if not arguments or arguments[0].startswith("--"):
         raise ConfigError("The run folder is missing. Name it first: flexor resume RUN [--steps=N ...].")
-    if arguments[0].startswith("hub:"):
-        arguments = _downloaded(arguments)
-    if processes > 1:
-        return start_processes(["resume", *arguments, *["--json"] * as_json], processes)
+    address, on_hub = arguments[0], arguments[0].startswith("hub:")
+    if processes == 1 or on_hub:
+        from flexor.config.parse import parse_flags, to_words
+
+        flags = parse_flags(arguments[1:])
+        folder = _download(address, flags) if on_hub else Path(address)
+        if processes == 1:
+            return resume_run(folder, flags, as_json)
+        arguments = [str(folder), *to_words(flags)]
+    return start_processes(["resume", *arguments, *["--json"] * as_json], processes)
+
+
+def resume_run(folder: Path, flags: Mapping[str, Any], as_json: bool) -> int:
+    """Continue a run in this process, with these changes of its settings."""
     from flexor.plan.preflight import Preflight
     from flexor.train.checkpoint.resume import resumed_config
     from flexor.train.loop import train as run_training
 
-    config = resumed_config(Path(arguments[0]), arguments[1:])
-    return report_run(run_training(config, "yes", Preflight()), as_json)
+    return report_run(run_training(resumed_config(folder, flags), "yes", Preflight()), as_json)
 
 
-def _downloaded(arguments: list[str]) -> list[str]:
-    """The arguments with the run's folder on this machine instead of its address on the Hub."""
-    from flexor.config.parse import parse_flags
+def _download(address: str, flags: dict[str, Any]) -> Path:
+    """The folder of a run on the Hub, on this machine. --output_dir, which says where, is taken from the flags."""
     from flexor.train.hub.download import fetch_run
 
-    flags = parse_flags(arguments[1:])
     output = flags.pop("output_dir", None)
-    run = fetch_run(arguments[0], Path(output) if output else None)
-    return [str(run), *(f"--{key}={value}" for key, value in flags.items())]
+    return fetch_run(address, Path(output) if output else None)
 
 
 def report_run(result: Any, as_json: bool) -> int:

@@ -13,10 +13,11 @@ from flexor.core.run_files import RUN_CONFIG
 
 
 def run(arguments: list[str]) -> int:
-    from flexor.config.help import train_help
-    from flexor.config.parse import load_config, parse_flags
+    from flexor.config.parse import config_from_flags, parse_flags
 
     if take_flag(arguments, "-h", "--help"):
+        from flexor.config.help import train_help
+
         print_text(train_help(str(parse_flags(arguments).get("policy.type", "act"))))
         return 0
     processes = take_processes("train", arguments)
@@ -27,31 +28,21 @@ def run(arguments: list[str]) -> int:
 
     as_json = take_flag(arguments, "--json")
     flags = parse_flags(arguments)
-    again = str(flags.get("resume", "false")).lower()
-    if again == "true":
-        return resume.run(
-            [str(_run_of(flags)), *(["--json"] if as_json else []), *_without(arguments, "resume", "config")]
-        )
-    config = load_config(_without(arguments, "resume"))
-    return resume.report_run(run_training(config, "auto" if again == "auto" else "no", Preflight()), as_json)
+    mode = str(flags.pop("resume", "false")).lower()
+    if mode == "true":
+        return resume.resume_run(_pop_run(flags), flags, as_json)
+    config = config_from_flags(flags)
+    return resume.report_run(run_training(config, "auto" if mode == "auto" else "no", Preflight()), as_json)
 
 
-def _run_of(flags: dict[str, Any]) -> Path:
+def _pop_run(flags: dict[str, Any]) -> Path:
     """The run that `lerobot-train --resume=true --config_path=.../train_config.json` means."""
     if "config" not in flags:
         raise ConfigError(
             "--resume=true requires --config_path=RUN/checkpoints/last/pretrained_model/train_config.json."
         )
-    path = Path(flags["config"]).absolute()
+    path = Path(flags.pop("config")).absolute()
     for folder in (path, *path.parents):
         if (folder / RUN_CONFIG).is_file():
             return folder
     raise ConfigError(f"--config_path={path} is not in a run folder of Flexor. Use `flexor resume RUN`.")
-
-
-def _without(arguments: list[str], *dropped: str) -> list[str]:
-    """The flags without the dropped ones."""
-    from flexor.config.parse import parse_flags
-
-    kept = {k: v for k, v in parse_flags(arguments).items() if k not in dropped}
-    return [f"--{key}={value}" for key, value in kept.items()]

@@ -10,15 +10,14 @@ BF16_SINCE = (8, 0)  # compute capability of the first NVIDIA GPUs that compute 
 
 
 def settle_for_gpu(config: TrainConfig, capability: tuple[int, int] | None) -> TrainConfig:
-    """A copy of the settings with a value for each that was left to the GPU.
+    """The settings with a value for each that was left to the GPU.
 
     `capability`: CUDA compute capability of the slowest GPU of the run; None if it uses no NVIDIA GPU.
     """
-    settled = replace(config)
-    if settled.precision == "auto":
-        lower = capability is not None and capability >= BF16_SINCE and settled.policy.trains_in_bf16
-        settled.precision = "bf16" if lower else "no"
-        validate_weights(settled)
-    if settled.channels_last is None:
-        settled.channels_last = capability is not None
-    return settled
+    if config.precision == "auto":
+        bf16 = capability is not None and capability >= BF16_SINCE and config.policy.trains_in_bf16
+        config = replace(config, precision="bf16" if bf16 else "no")
+        validate_weights(config)
+    if config.channels_last is None:
+        config = replace(config, channels_last=capability is not None)
+    return config

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -63,6 +64,11 @@ def parse_flags(argv: Sequence[str]) -> dict[str, Any]:
     return flags
 
 
+def to_words(flags: Mapping[str, Any]) -> list[str]:
+    """The inverse of `parse_flags`, for the command line of another process."""
+    return [f"--{key}={value}" for key, value in flags.items()]
+
+
 def nest(flat: dict[str, Any]) -> dict[str, Any]:
     """{"a.b": 1} -> {"a": {"b": 1}}."""
     tree: dict[str, Any] = {}
@@ -116,18 +122,23 @@ def read_file(name: str | Path) -> dict[str, Any]:
 
 
 def load_config(argv: Sequence[str]) -> TrainConfig:
-    """The command line's settings, which override those of --config; without data, the built-in demo."""
-    flags = parse_flags(argv)
+    """The settings of a command line."""
+    return config_from_flags(parse_flags(argv))
+
+
+def config_from_flags(flags: Mapping[str, Any]) -> TrainConfig:
+    """The settings of parsed flags, which override those of --config; without data, the built-in demo."""
     if {"steps", "epochs"} <= flags.keys():
         raise ConfigError(f"steps={flags['steps']} and epochs={flags['epochs']}: give only one of them.")
-    file = flags.pop("config", None)
+    file = flags.get("config")
     if file is None and not DATASETS & flags.keys():
         file = "demo"
     layers = [flatten(read_file(file))] if file is not None else []
-    given = {key: value for layer in (*layers, flags) for key, value in layer.items()}
+    layers.append({key: value for key, value in flags.items() if key != "config"})
+    merged = {key: value for layer in layers for key, value in layer.items()}
     trust(code_in(flags))
-    require_trust(code_in(given), file)
-    return build_config(*layers, flags, accelerate_settings(given))
+    require_trust(code_in(merged), file)
+    return build_config(*layers, accelerate_settings(merged))
 
 
 def code_in(flat: Mapping[str, Any]) -> list[str]:
@@ -178,11 +189,15 @@ def _build(flat: dict[str, Any]) -> TrainConfig:
     policy = _build_policy(policy_settings, flat.get("policy_path"))
     config = from_plain(TrainConfig, {**tree, "policy": policy})
     validate(config)
-    if config.job_name is None and is_code(policy.type):
-        config.job_name = short_name(policy.type)  # a type with a path in it can't name a folder
-    config.optimizer = resolve_optimizer(config.optimizer, config.policy)
-    config.scheduler = resolve_scheduler(config.scheduler, config.policy)
-    return config
+    job_name = config.job_name
+    if job_name is None and is_code(policy.type):
+        job_name = short_name(policy.type)  # a type with a path in it can't name a folder
+    return replace(
+        config,
+        job_name=job_name,
+        optimizer=resolve_optimizer(config.optimizer, policy),
+        scheduler=resolve_scheduler(config.scheduler, policy),
+    )
 
 
 def _check_groups(flat: dict[str, Any]) -> None:

@@ -41,7 +41,7 @@ GROUPS = (
 )
 
 
-@dataclass
+@dataclass(frozen=True)
 class EnvConfig:
     type: str | None = None
     """Environment to evaluate in: place (the built-in task), pusht, or any gymnasium id."""
@@ -55,7 +55,7 @@ class EnvConfig:
     """Maximum steps per episode; default: the environment's own limit."""
 
 
-@dataclass
+@dataclass(frozen=True)
 class EvalConfig:
     n_episodes: int = setting(50, at_least=1)
     """Episodes per evaluation."""
@@ -67,7 +67,7 @@ class EvalConfig:
     """Save a video of this many of the episodes."""
 
 
-@dataclass
+@dataclass(frozen=True)
 class OptimizerConfig:
     type: Literal["adamw", "adam", "sgd", "adamw_8bit"] | None = None
     """adamw, adam, sgd, or adamw_8bit, whose state takes a quarter of the memory (needs `pip install flexor[8bit]`).
@@ -86,7 +86,7 @@ class OptimizerConfig:
     """Clip gradients to this norm; 0 turns clipping off."""
 
 
-@dataclass
+@dataclass(frozen=True)
 class SchedulerConfig:
     type: (
         Literal["constant", "constant_with_warmup", "cosine", "cosine_decay_with_warmup", "vqbet"] | None
@@ -106,7 +106,7 @@ class SchedulerConfig:
     """vqbet: cosine cycles in `steps`, default 0.5; with more, the learning rate reaches zero before the end."""
 
 
-@dataclass
+@dataclass(frozen=True)
 class EMAConfig:
     enable: bool = False
     """Keep an exponential moving average of the weights; evaluation and export use the average."""
@@ -114,7 +114,7 @@ class EMAConfig:
     """Decay of the average per step (lower during the first steps)."""
 
 
-@dataclass
+@dataclass(frozen=True)
 class CheckpointConfig:
     keep_last: int | None = setting(None, at_least=1)
     """Keep only this many of the newest checkpoints; default: keep all."""
@@ -128,7 +128,7 @@ class CheckpointConfig:
     `flexor export` creates it for any other checkpoint."""
 
 
-@dataclass
+@dataclass(frozen=True)
 class ParallelConfig:
     strategy: Literal["auto", "ddp", "fsdp", "hsdp"] = "auto"
     """How several processes split the model: not at all (ddp: each holds the whole model), over all processes (fsdp),
@@ -150,7 +150,7 @@ class ParallelConfig:
     """Seconds without progress after which a run of several processes is stopped."""
 
 
-@dataclass
+@dataclass(frozen=True)
 class WandBConfig:
     enable: bool = False
     """Log to Weights & Biases too (needs `pip install flexor[wandb]`)."""
@@ -166,7 +166,7 @@ class WandBConfig:
     """W&B mode: online, offline or disabled."""
 
 
-@dataclass
+@dataclass(frozen=True)
 class TrackioConfig:
     project: str = "flexor"
     """trackio project."""
@@ -174,7 +174,7 @@ class TrackioConfig:
     """Space on the Hub that shows the metrics, such as USER/trackio; default: only on this machine."""
 
 
-@dataclass
+@dataclass(frozen=True)
 class TrainConfig:
     output_dir: str | None = setting(None, may_change=True)
     """Run folder; default: runs/<date>_<job name>. It must not contain another run."""

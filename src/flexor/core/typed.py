@@ -15,7 +15,7 @@ import re
 import textwrap
 import types
 import typing
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from enum import Enum
 from pathlib import Path
 from typing import Any, TypeVar
@@ -187,6 +187,18 @@ def help_texts(cls: type) -> dict[str, str]:
             if isinstance(following, ast.Expr) and isinstance(following.value, ast.Constant):
                 texts[statement.target.id] = " ".join(str(following.value.value).split())
     return texts
+
+
+def with_settings(settings: T, changes: Mapping[str, Any], where: str = "") -> T:
+    """A copy of the settings with other values, given by dotted keys; groups are copied too."""
+    for key, value in changes.items():
+        name, _, inner = key.partition(".")
+        if inner:
+            value = with_settings(getattr(settings, name), {inner: value}, join(where, name))
+        else:
+            value = coerce(value, field_types(type(settings))[name], join(where, name))
+        settings = dataclasses.replace(settings, **{name: value})  # type: ignore[type-var]
+    return settings
 
 
 def join(where: str, key: str) -> str:

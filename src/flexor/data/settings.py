@@ -10,7 +10,7 @@ from flexor.core.errors import ConfigError
 from flexor.core.typed import setting
 
 
-@dataclass
+@dataclass(frozen=True)
 class CacheConfig:
     tier: Literal["auto", "stream", "ram", "disk", "gpu"] = setting("auto", may_change=True)
     """Where decoded frames are cached: stream (no cache), ram, disk or gpu. auto: the first of ram, disk and stream
@@ -27,7 +27,7 @@ class CacheConfig:
     """How frames are cached: raw, or jpeg, which is lossy and slower, and takes about a fifth of the space."""
 
 
-@dataclass
+@dataclass(frozen=True)
 class OrderConfig:
     kind: Literal["auto", "uniform", "streaming", "cached", "resident"] = "auto"
     """How samples are shuffled. uniform: over the whole dataset. streaming: within a pool of each lane. cached:
@@ -41,7 +41,7 @@ class OrderConfig:
     """streaming: minimum number of samples that are decoded together."""
 
 
-@dataclass
+@dataclass(frozen=True)
 class DatasetEntry:
     """One of several datasets of a run."""
 
@@ -69,7 +69,7 @@ class DatasetEntry:
     """File with weights or progress of its samples, for sample_weighting."""
 
 
-@dataclass
+@dataclass(frozen=True)
 class ImageTransformConfig:
     """One kind of image augmentation, as LeRobot writes it."""
 
@@ -94,7 +94,7 @@ def default_transforms() -> dict[str, ImageTransformConfig]:
     return {name: ImageTransformConfig(1.0, kind, kwargs) for name, (kind, kwargs) in ranges.items()}
 
 
-@dataclass
+@dataclass(frozen=True)
 class ImageTransformsConfig:
     enable: bool = False
     """Augment the images of training samples: each gets some of the transforms in `tfs`, by chance."""
@@ -107,7 +107,7 @@ class ImageTransformsConfig:
     such as tfs.hue.weight=0 changes it."""
 
 
-@dataclass
+@dataclass(frozen=True)
 class DatasetConfig:
     repo_id: str | None = setting(None, may_change=True)
     """Dataset on the Hub, or its name under $HF_LEROBOT_HOME; `builtin/place` and
@@ -166,7 +166,7 @@ class DatasetConfig:
     order: OrderConfig = field(default_factory=OrderConfig)
 
 
-@dataclass
+@dataclass(frozen=True)
 class SampleWeightingConfig:
     type: Literal["rabc", "file", "column", "uniform"] | None = None
     """Weight of each sample in the loss. rabc: from the progress of the task, as in RA-BC. file: from a parquet file.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -56,7 +56,7 @@ def evaluate_policy(
     if env.type is None:
         raise ConfigError("No environment given: set --env.type=place, or any gymnasium id.")
     if videos is not None and eval_settings.videos == 0:
-        eval_settings.videos = min(3, eval_settings.n_episodes)
+        eval_settings = replace(eval_settings, videos=min(3, eval_settings.n_episodes))
     if eval_settings.videos:
         videos = videos or (_video_folder(folder) if folder else Path(VIDEOS))
         check_output_folder(videos, "--videos")

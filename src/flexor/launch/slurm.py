@@ -224,16 +224,17 @@ def _job(words: list[str]) -> Job:
 
 
 def _resume(words: list[str]) -> Job:
+    from flexor.config.parse import parse_flags
     from flexor.train.checkpoint.resume import resumed_config
 
     if not words or words[0].startswith("-"):
         raise ConfigError("No run given. Give its folder: flexor launch slurm ... -- resume RUN.")
     run = Path(words[0]).absolute()
-    return _make(resumed_config(run, words[1:]), run, ["resume", str(run), *words[1:]], {})
+    return _make(resumed_config(run, parse_flags(words[1:])), run, ["resume", str(run), *words[1:]], {})
 
 
 def _train(words: list[str]) -> Job:
-    from flexor.config.parse import load_config, parse_flags
+    from flexor.config.parse import config_from_flags, parse_flags, to_words
     from flexor.train.checkpoint.run_folder import default_folder
 
     flags = parse_flags(words)
@@ -242,7 +243,7 @@ def _train(words: list[str]) -> Job:
         raise ConfigError(
             f"--resume={resume} is not supported: resume a run with `flexor launch slurm ... -- resume RUN`."
         )
-    config = load_config(_words(flags))
+    config = config_from_flags(flags)
     run = Path(config.output_dir or default_folder(config.job_name or config.policy.type)).absolute()
     check_output_folder(run, "--output_dir")
     if not resume and run.exists() and any(run.iterdir()):
@@ -256,11 +257,7 @@ def _train(words: list[str]) -> Job:
         copy = job_folder(run) / f"settings{Path(flags['config']).suffix}"
         files[copy] = Path(flags["config"]).read_text()
         flags["config"] = copy
-    return _make(config, run, ["train", *_words({**flags, "output_dir": run, "resume": "auto"})], files)
-
-
-def _words(flags: dict[str, Any]) -> list[str]:
-    return [f"--{key}={value}" for key, value in flags.items()]
+    return _make(config, run, ["train", *to_words({**flags, "output_dir": run, "resume": "auto"})], files)
 
 
 def _make(config: TrainConfig, run: Path, words: list[str], files: dict[Path, str]) -> Job:

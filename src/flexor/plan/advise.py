@@ -7,7 +7,6 @@ memory is found by planning again with the change.
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from enum import IntEnum
@@ -16,7 +15,7 @@ from flexor.config.for_gpu import settle_for_gpu
 from flexor.config.parse import parse_flags
 from flexor.config.schema import TrainConfig, validate_weights
 from flexor.core.errors import ConfigError
-from flexor.core.typed import coerce, field_types
+from flexor.core.typed import with_settings
 from flexor.data.settings import parse_image_size
 from flexor.plan.memory.memory import MemoryPlanner
 from flexor.plan.plan import Plan, Site, make_plan, site_of
@@ -330,13 +329,7 @@ def _changed(
 
 def applied(config: TrainConfig, flags: dict[str, str]) -> TrainConfig:
     """The settings, changed by these flags."""
-    config = copy.deepcopy(config)
-    for key, value in flags.items():
-        *groups, name = key.split(".")
-        owner = config
-        for group in groups:
-            owner = getattr(owner, group)
-        setattr(owner, name, coerce(value, field_types(type(owner))[name], key))
+    config = with_settings(config, flags)
     size = parse_image_size(config.dataset.cache.size)
     if "dataset.cache.size" in flags and size:
         policy = config.policy
@@ -346,7 +339,7 @@ def applied(config: TrainConfig, flags: dict[str, str]) -> TrainConfig:
             else feature
             for name, feature in policy.input_features.items()
         }
-        config.policy = replace(policy, input_features=smaller)
+        config = replace(config, policy=replace(policy, input_features=smaller))
     config.policy.validate()
     validate_weights(config)
     return config

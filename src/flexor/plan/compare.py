@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from flexor.config.schema import TrainConfig
 from flexor.core.errors import ConfigError
@@ -63,7 +63,7 @@ def study(
 
     def rank(global_batch: int) -> list[Choice]:
         ranked = Ranking(
-            TrainConfig(**{**vars(config), "global_batch_size": global_batch}),
+            replace(config, global_batch_size=global_batch),
             data,
             hardware,
             speeds,

@@ -33,7 +33,7 @@ def add_plan(diagnosis: Diagnosis, figures: Figures, folder: Path) -> str | None
     if not (steps or cached):
         return None
     try:
-        config, data = open_for_plan(resumed_config(folder, []))
+        config, data = open_for_plan(resumed_config(folder, {}))
     except (FlexorError, OSError) as error:
         return f"the planner can't open the run's dataset, so gains are estimates: {error}"
     for finding in diagnosis.findings:

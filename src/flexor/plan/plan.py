@@ -35,7 +35,7 @@ from flexor.plan.trace.events import Category, Trace
 from flexor.plan.trace.traces import Traces
 from flexor.policies.base import PolicyConfig
 from flexor.policies.features import Kind
-from flexor.train.ranks.split import Split, split_batch, steps_of
+from flexor.train.ranks.split import Split, resolve_batch, split_batch
 
 NODE_LINK = 12.5e9  # default bytes/s between nodes: 100 Gbit/s
 FPS = 30.0
@@ -309,8 +309,7 @@ def settled(config: TrainConfig, site: Site, data: Data) -> tuple[TrainConfig, S
     """The settings as the trainer will resolve them for this number of processes."""
     config = settle_for_gpu(config, site.gpu.compute_capability)
     split = split_batch(config, site.world_size)
-    config.steps = steps_of(config, data.frames)
-    return config, split
+    return resolve_batch(config, split, data.frames), split
 
 
 def loading_on(site: Site, config: TrainConfig, data: Data, split: Split) -> Loading:

@@ -55,8 +55,10 @@ class Preflight:
 
     def before(
         self, config: TrainConfig, training: Dataset, processes: Processes, device: torch.device
-    ) -> None:
+    ) -> TrainConfig:
+        """The settings of the run: those given, or with `auto` those that the plan chose."""
         self.plan = plan_run(config, training, processes, device)
+        return config if self.plan is None else with_chosen(config, self.plan)
 
     def arithmetic(self, device: torch.device) -> Arithmetic | None:
         if self.plan is None:
@@ -73,7 +75,7 @@ class Preflight:
 def plan_run(
     config: TrainConfig, training: Dataset, processes: Processes, device: torch.device
 ) -> Plan | None:
-    """Plan the run that is about to start, and log the plan. With `auto`, choose settings first.
+    """Plan the run that is about to start, with the settings that `auto` chooses, and log the plan.
 
     None if there is no GPU, if planning is off, or if planning failed: that must not stop a run.
     """
@@ -82,11 +84,14 @@ def plan_run(
             log.info("auto: no settings are chosen, because the run uses no GPU")
         return None
     plan: Plan | None = processes.share(lambda: _planned(config, training, processes))
-    if plan is not None and config.auto:
-        for name in CHOSEN:
-            setattr(config, name, getattr(plan.config, name))
-        config.auto = False  # a resumed run keeps the chosen settings
     return plan
+
+
+def with_chosen(config: TrainConfig, plan: Plan) -> TrainConfig:
+    """The settings that the plan chose, if `auto` asks for it. A resumed run keeps them."""
+    if not config.auto:
+        return config
+    return replace(config, auto=False, **{name: getattr(plan.config, name) for name in CHOSEN})
 
 
 def _planned(config: TrainConfig, training: Dataset, processes: Processes) -> Plan | None:
@@ -171,13 +176,13 @@ DEFAULT = TrainConfig()
 
 def choose(config: TrainConfig, planner: RunPlanner) -> TrainConfig:
     """The fastest settings that fit, with the same global batch size. Logs the reason of each choice."""
-    config = _fitting(replace(config), planner)
+    config = _fitting(config, planner)
     if config.num_workers == DEFAULT.num_workers:
         plan = planner.plan(config)
         gpus = planner.site.gpus
         cores = max(1, planner.site.host.cores // gpus - 1)
         each = -(-plan.pace.first.threads // gpus)  # the plan counts the threads of all ranks
-        config.num_workers = max(1, min(each, cores))
+        config = replace(config, num_workers=max(1, min(each, cores)))
         log.info("auto: num_workers=%d, to load %.0f samples/s", config.num_workers, plan.pace.first.wanted)
     return config
 

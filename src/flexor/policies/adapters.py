@@ -26,7 +26,7 @@ ALL_LINEAR = "all-linear"
 M = TypeVar("M")
 
 
-@dataclass
+@dataclass(frozen=True)
 class LoraConfig:
     r: int = setting(0, at_least=0)
     """Rank of the LoRA adapters; 0 trains the policy itself, without adapters."""

@@ -6,6 +6,7 @@ import dataclasses
 import json
 from contextlib import nullcontext
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -18,11 +19,12 @@ from flexor.core.errors import ConfigError
 from flexor.core.log import log
 from flexor.core.machine import gigabytes, total_memory
 from flexor.core.rng import seed_everything
+from flexor.core.typed import with_settings
 from flexor.data.dataset import Dataset
 from flexor.data.loader.loader import Loader
 from flexor.data.loader.open import open_loader
 from flexor.data.mixture.mixed import MixedDataset
-from flexor.data.settings import OrderConfig
+from flexor.data.settings import DatasetConfig
 from flexor.policies import make_policy as new_policy
 from flexor.policies.adapters import add_adapters
 from flexor.policies.augment.step import AugmentImages, augmentation
@@ -136,25 +138,27 @@ def build_loader(state: TrainState, training: Dataset, held_out: Dataset | None)
     """The loader of the run's batches. Rank 0 chooses the settings that were left open; all ranks use its choice."""
     settings, opened = state.config.dataset, []
 
-    def settle() -> tuple[OrderConfig, str]:
-        opened.append(_open_loader(state, training, held_out))
-        return settings.order, opened[0].tier
+    def choose() -> dict[str, Any]:
+        loader = _open_loader(state, settings, training, held_out)
+        opened.append(loader)
+        left_open = settings.cache.tier == "auto" and loader.tier != "none"
+        return {
+            "order": loader.order_config,
+            "cache.tier": loader.tier if left_open else settings.cache.tier,
+        }
 
-    order, tier = state.engine.processes.share(settle)
-    if opened:
-        return opened[0]
-    settings.order = order
-    if settings.cache.tier == "auto" and tier != "none":
-        settings.cache.tier = tier  # type: ignore[assignment]
-    return _open_loader(state, training, held_out)
+    choice = state.engine.processes.share(choose)
+    return opened[0] if opened else _open_loader(state, with_settings(settings, choice), training, held_out)
 
 
-def _open_loader(state: TrainState, training: Dataset, held_out: Dataset | None) -> Loader:
+def _open_loader(
+    state: TrainState, settings: DatasetConfig, training: Dataset, held_out: Dataset | None
+) -> Loader:
     config, engine, split = state.config, state.engine, state.split
     cameras, deltas = sample_of(config.policy, config.rename_map)
     return open_loader(
         training,
-        config.dataset,
+        settings,
         deltas,
         cameras=cameras,
         batch_size=split.batch_size,

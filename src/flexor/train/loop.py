@@ -1,7 +1,7 @@
 """The training loop, read top to bottom.
 
-`train` opens the run, builds its parts and hands them to `fit`. Whatever happens, the run folder
-holds the settings, the metrics so far and complete checkpoints.
+`train` loads the data, resolves the settings, builds the parts of the run and hands them to `fit`. Whatever happens,
+the run folder holds the settings, the metrics so far and complete checkpoints.
 """
 
 from __future__ import annotations
@@ -10,65 +10,40 @@ import time
 from contextlib import closing, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import Any
 
-import torch
-
-from flexor.config.for_gpu import settle_for_gpu
 from flexor.config.schema import TrainConfig
 from flexor.core.errors import UNWRITABLE, ConfigError, FlexorError
 from flexor.core.log import log, log_file, set_rank
 from flexor.core.machine import let_gpu_memory_grow
-from flexor.core.output_paths import check_output_folder
-from flexor.core.run_files import LOG, RUN_CONFIG
+from flexor.core.run_files import LOG
+from flexor.core.typed import with_settings
 from flexor.data.dataset import Dataset
 from flexor.data.identity import identify
-from flexor.data.loader.loader import Loader, sample_rows
-from flexor.data.mixture.entries import absolute_roots
+from flexor.data.loader.loader import Loader
 from flexor.monitor.meters import Arithmetic, Meters
 from flexor.monitor.profiler import Profiling
 from flexor.monitor.trackers import check_trackers
-from flexor.policies.fit import fit_to_dataset
 from flexor.train.announce import introduce
 from flexor.train.build import build_engine, build_loader, build_state, tell_other_names
 from flexor.train.checkpoint import folder as checkpoint
-from flexor.train.checkpoint.resume import (
-    check_same_run,
-    continued_config,
-    keep_statistics,
-    newest_checkpoint,
-)
-from flexor.train.checkpoint.run_folder import Run, default_folder, join_run, restarted_folder
+from flexor.train.checkpoint.resume import check_same_run, keep_statistics, newest_checkpoint
+from flexor.train.checkpoint.run_folder import Run, join_run
 from flexor.train.checkpoint.run_record import describe_dataset, describe_machine, note, note_data_files
 from flexor.train.checkpoint.saver import Saver
 from flexor.train.checkpoint.state import TrainState, seed_rng
 from flexor.train.compile import CompileTime
 from flexor.train.datasets import build_datasets, check_same_episodes, weigh_samples
-from flexor.train.engine.base import check_devices, lowest_capability, pick_device
+from flexor.train.engine.base import Engine, check_devices, pick_device
 from flexor.train.graph import GraphStep
 from flexor.train.hub.background import Pushing
 from flexor.train.ranks.processes import Processes, find_processes
-from flexor.train.ranks.split import count_steps, scale_learning_rate, split_batch
+from flexor.train.ranks.split import Split
 from flexor.train.ranks.watchdog import Watchdog
+from flexor.train.resolve import PreflightCheck, Resume, resolve_for_dataset, resolve_for_machine
 from flexor.train.run_log import RunLog
 from flexor.train.stopping import Crashed, StopSignal, Watch, stopped
 from flexor.train.validate import evaluate, held_out_loss
-
-Resume = Literal["no", "yes", "auto"]  # auto: resume if the run has started
-
-
-class PreflightCheck(Protocol):
-    """Plans the run before it starts, and compares it with the plan afterwards: see `flexor.plan.preflight`."""
-
-    def before(
-        self, config: TrainConfig, training: Dataset, processes: Processes, device: torch.device
-    ) -> None: ...
-
-    def arithmetic(self, device: torch.device) -> Arithmetic | None: ...
-
-    def planned(self) -> dict[str, float]: ...
-
-    def after(self, metrics: dict[str, Any], device: torch.device) -> dict[str, Any]: ...
 
 
 @dataclass
@@ -112,29 +87,34 @@ def _take_part(
     preflight: PreflightCheck | None,
     pushing: Pushing,
 ) -> TrainResult:
-    started = time.perf_counter()
+    started_at = time.perf_counter()
     let_gpu_memory_grow()
     device = pick_device(config.policy.device, processes)
     if processes.world_size > 1 or config.parallel.strategy in ("fsdp", "hsdp"):
         processes.join(device, config.parallel.timeout_s, config.parallel.backend)
     with _watchdog(config, processes) as dog:
         check_devices(processes, device, config.parallel.backend)
-        config, begun = _settle_folder(config, resume, processes)
-        settled = settle_for_gpu(config, lowest_capability(processes, device))
-        config.precision, config.channels_last = settled.precision, settled.channels_last
+        config, started = resolve_for_machine(config, resume, processes, device)
         assert config.output_dir is not None
         processes.share(lambda: check_trackers(config))
         processes.share(lambda: pushing.prepare(config))
-        with join_run(processes, Path(config.output_dir), begun) as run:
-            found = processes.share(lambda: _find_checkpoint(run, resume == "yes")) if begun else None
-            state, loader, held_out = _build(config, found, run, processes, device, preflight)
+        with join_run(processes, Path(config.output_dir), started) as run:
+            newest = processes.share(lambda: _find_checkpoint(run, resume == "yes")) if started else None
+            training, held_out = _open_data(config, processes, resuming=newest is not None)
+            config, split = resolve_for_dataset(config, training, processes, device, preflight)
+            engine = build_engine(config, processes, device)
+            state, loader = _build(config, split, engine, training, held_out, newest)
+            if processes.is_main:
+                _write_record(run, state, loader, {} if preflight is None else {"plan": preflight.planned()})
+            processes.barrier()  # other hosts write samples too
+            introduce(state, loader.dataset, held_out, newest)
             arithmetic = preflight.arithmetic(device) if preflight is not None else None
             if processes.is_main:
                 pushing.start()
             with (
                 log_file(run.folder / LOG) if processes.is_main else nullcontext(),
                 closing(loader),
-                state.engine.own_stream() if loader.decoded_on_gpu else nullcontext(),
+                engine.own_stream() if loader.decoded_on_gpu else nullcontext(),
             ):
                 result = fit(state, run, loader, held_out, stop, dog, pushing, arithmetic)
             if preflight is not None and processes.is_main:
@@ -142,63 +122,38 @@ def _take_part(
                 result.metrics |= figures
                 note(run.folder, plan=figures)
         processes.barrier()
-    result.seconds, result.main = time.perf_counter() - started, processes.is_main
+    result.seconds, result.main = time.perf_counter() - started_at, processes.is_main
     processes.leave()
     result.hub = pushing.outcome
     return result
 
 
-def _settle_folder(config: TrainConfig, resume: Resume, processes: Processes) -> tuple[TrainConfig, bool]:
-    """The run's folder, and whether a run has already started there. Rank 0 decides."""
-    config.job_name = config.job_name or config.policy.type
-    config.dataset = absolute_roots(config.dataset)  # a resume may start elsewhere
-    restarted = processes.restarts > 0
-
-    def decide() -> tuple[Path, bool]:
-        found = restarted_folder(processes.launch) if restarted and not config.output_dir else None
-        folder = (
-            Path(config.output_dir) if config.output_dir else found or default_folder(str(config.job_name))
-        )
-        check_output_folder(folder, "--output_dir")
-        again = resume == "auto" or (resume == "no" and restarted)
-        return folder, resume == "yes" or (again and (folder / RUN_CONFIG).is_file())
-
-    folder, begun = processes.share(decide)
-    if begun and resume != "yes":
-        config = continued_config(folder, config)
-    config.output_dir = str(folder)
-    return config, begun
-
-
-def _build(
-    config: TrainConfig,
-    found: Path | None,
-    run: Run,
-    processes: Processes,
-    device: torch.device,
-    preflight: PreflightCheck | None,
-) -> tuple[TrainState, Loader, Dataset | None]:
-    """The parts of the run, from a checkpoint if one was found."""
-    if found is None and config.policy_path is None:
+def _open_data(config: TrainConfig, processes: Processes, resuming: bool) -> tuple[Dataset, Dataset | None]:
+    """The episodes to train on, and those held out."""
+    if not resuming and config.policy_path is None:
         config.policy.check_untrained()
-    elif found is None:
+    elif not resuming:
         tell_other_names(config)
     with processes.main_first():  # one process per host downloads or records
         training, held_out = build_datasets(config.dataset)
     check_same_episodes(training, processes)
-    # from here on the config alone defines the run
-    config.policy = fit_to_dataset(config.policy, training, config.rename_map)
+    return training, held_out
+
+
+def _build(
+    config: TrainConfig,
+    split: Split,
+    engine: Engine,
+    training: Dataset,
+    held_out: Dataset | None,
+    found: Path | None,
+) -> tuple[TrainState, Loader]:
+    """The parts of the run, from a checkpoint if one was found."""
     training = weigh_samples(config, training)
-    if preflight is not None:
-        preflight.before(config, training, processes, device)
-    split = split_batch(config, processes.world_size)
-    scale_learning_rate(config)
-    count_steps(config, len(sample_rows(training, config.policy.drop_last_frames)))
-    engine = build_engine(config, processes, device)
     state = build_state(config, training, engine, split, resuming=found is not None)
-    with processes.main_first():  # one process per host reads the files, the others what it remembers
+    with engine.processes.main_first():  # one process per host reads the files, the others what it remembers
         state.identity = identify(training)
-    seed_rng(config.seed, processes.rank)
+    seed_rng(config.seed, engine.rank)
     if found is not None:
         check_same_run(found, state)
         keep_statistics(found, state)
@@ -208,20 +163,20 @@ def _build(
                 f"steps={config.steps}, but the run is already at step {state.step}: use a larger value."
             )
     loader = build_loader(state, training, held_out)
-    if processes.is_main:
-        run.forget_metrics_after(state.step)
-        run.write_config(config)
-        described = {**describe_dataset(training), "decoded_gb": round(loader.decoded_bytes / 1e9, 4)}
-        note_data_files(run.folder, state.identity)
-        note(run.folder, dataset=described, machine=describe_machine(engine))
-        if preflight is not None:
-            note(
-                run.folder, plan=preflight.planned()
-            )  # so that others see how a run that trains compares with it
-        run.note_launch(processes.launch)
-    processes.barrier()  # other hosts write samples too
-    introduce(state, training, held_out, found)
-    return state, loader, held_out
+    # the pool, and with it the order, depends on the memory that is left
+    state.config = with_settings(config, {"dataset.order": loader.order_config})
+    return state, loader
+
+
+def _write_record(run: Run, state: TrainState, loader: Loader, plan: dict[str, Any]) -> None:
+    """What the run's folder says before the first step, so that others can compare a run with its plan."""
+    assert state.identity is not None
+    run.forget_metrics_after(state.step)
+    run.write_config(state.config)
+    described = {**describe_dataset(loader.dataset), "decoded_gb": round(loader.decoded_bytes / 1e9, 4)}
+    note_data_files(run.folder, state.identity)
+    note(run.folder, dataset=described, machine=describe_machine(state.engine), **plan)
+    run.note_launch(state.engine.processes.launch)
 
 
 def _find_checkpoint(run: Run, must: bool) -> Path | None:

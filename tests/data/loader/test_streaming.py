@@ -176,9 +176,10 @@ def test_the_order_of_a_run_is_written_down_and_kept(root):
     dataset = open_dataset(root=root)
     settings = DatasetConfig(cache=CacheConfig(tier="stream", pool_gb=20 * FRAME / 1e9))
     first = open_loader(dataset, settings, {}, cameras=[TOP, WRIST], batch_size=6)
-    assert settings.order.kind == "streaming" and settings.order.lanes and settings.order.pool
-    settings.cache = CacheConfig(tier="ram")  # resumed where there is more room
-    again = open_loader(open_dataset(root=root), settings, {}, cameras=[TOP, WRIST], batch_size=6)
+    order = first.order_config
+    assert order.kind == "streaming" and order.lanes and order.pool
+    resumed = DatasetConfig(cache=CacheConfig(tier="ram"), order=order)  # where there is more room
+    again = open_loader(open_dataset(root=root), resumed, {}, cameras=[TOP, WRIST], batch_size=6)
     assert ids(first.steps(0, 12)).tolist() == ids(again.steps(0, 12)).tolist()
 
 

@@ -2,6 +2,7 @@
 
 import pytest
 
+from flexor.core.typed import with_settings
 from flexor.plan.memory.bound import least_memory
 from flexor.plan.memory.memory import MemoryPlanner, shared_out
 from flexor.plan.trace.traces import Traces
@@ -18,7 +19,7 @@ RUNS = {
 
 @pytest.mark.parametrize("config, processes", RUNS.values(), ids=RUNS)
 def test_no_replay_needs_less(config, processes):
-    config.parallel.strategy = "fsdp" if processes > 1 else "auto"
+    config = with_settings(config, {"parallel.strategy": "fsdp" if processes > 1 else "auto"})
     planner = MemoryPlanner(config, H200, world_size=processes)
     trace = planner.trace(8, config.gradient_accumulation_steps)
     least, plan = planner.least(trace), planner.plan(trace)

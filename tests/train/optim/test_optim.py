@@ -1,5 +1,7 @@
 """Optimizers: settings that count, options without meaning refused; the moving average."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch import nn
@@ -66,7 +68,7 @@ def test_settings_are_what_the_optimizer_uses(more, kind, expected, lowdim, tiny
 
     flags = [f for f in runs.flags(lowdim, tmp_path, tiny_act) if "optimizer" not in f]
     config, dataset = load_config([*flags, *more]), open_dataset(root=lowdim)
-    config.policy = fit_to_dataset(config.policy, dataset)
+    config = replace(config, policy=fit_to_dataset(config.policy, dataset))
     state = build_state(config, dataset, Engine(torch.device("cpu")), split_batch(config, 1))
     assert type(state.optimizer) is kind
     group = state.optimizer.param_groups[0]

@@ -2,6 +2,7 @@
 
 import json
 import math
+from dataclasses import replace
 
 import pytest
 from hypothesis import given
@@ -10,7 +11,7 @@ from hypothesis import strategies as st
 from flexor.cli.main import main
 from flexor.config.parse import load_config
 from flexor.core.errors import ConfigError
-from flexor.train.ranks.split import count_steps, scale_learning_rate, split_batch
+from flexor.train.ranks.split import resolve_batch, resolve_lr_factor, split_batch
 from support import runs
 
 numbers = st.integers(1, 64)
@@ -22,9 +23,9 @@ def config(*flags: str):
 
 @given(batch=numbers, accumulation=st.none() | numbers, first=numbers, second=numbers)
 def test_a_run_that_goes_on_elsewhere_keeps_its_global_batch(batch, accumulation, first, second):
-    settings = config(f"--batch_size={batch}")
-    settings.gradient_accumulation_steps = accumulation
+    settings = replace(config(f"--batch_size={batch}"), gradient_accumulation_steps=accumulation)
     split = split_batch(settings, first)
+    settings = resolve_batch(settings, split, 100)
     assert split.global_batch == settings.global_batch_size == batch * (accumulation or 1) * first
     assert (split.batch_size, split.accumulation) == (batch, accumulation or 1)
     again = split_batch(settings, first)  # what config.yaml says is enough
@@ -52,13 +53,11 @@ def test_what_contradicts_itself_is_refused_by_name():
 @pytest.mark.parametrize(("how", "factor"), [(None, 1), ("linear", 4), ("sqrt", 2)])
 def test_learning_rates_are_scaled_when_asked_and_said(how, factor, log_lines):
     settings = config("--batch_size=8", *([f"--scale_lr={how}"] if how else []))
-    split_batch(settings, 4)
-    scale_learning_rate(settings)
+    settings = resolve_lr_factor(resolve_batch(settings, split_batch(settings, 4), 100))
     assert settings.lr_factor == factor
     assert any("multiplied by" in line for line in log_lines) == (how is not None)
-    split_batch(settings, 1)  # goes on on one process: what was settled stays
-    scale_learning_rate(settings)
-    assert settings.lr_factor == factor
+    again = resolve_batch(settings, split_batch(settings, 1), 100)  # on one process: what was resolved stays
+    assert resolve_lr_factor(again) == settings
 
 
 def test_scaled_rates_reach_every_group(lowdim, tiny_act, tmp_path):
@@ -74,8 +73,7 @@ def test_scaled_rates_reach_every_group(lowdim, tiny_act, tmp_path):
 def test_epochs_become_steps(samples, epochs, world):
     settings = config(f"--epochs={epochs}")
     split = split_batch(settings, world)
-    count_steps(settings, samples)
-    seen = settings.steps * split.global_batch
+    seen = resolve_batch(settings, split, samples).steps * split.global_batch
     assert seen >= epochs * samples - 1e-6 * samples
     assert seen - split.global_batch < epochs * samples + 1e-6 * samples
 
@@ -84,9 +82,7 @@ def test_steps_and_epochs_are_one_question():
     with pytest.raises(ConfigError, match="give only one of them"):
         config("--steps=10", "--epochs=2")
     settings = config("--steps=10")
-    split_batch(settings, 1)
-    count_steps(settings, 100)
-    assert settings.steps == 10
+    assert resolve_batch(settings, split_batch(settings, 1), 100).steps == 10
 
 
 def test_epochs_of_a_run(lowdim, tiny_act, tmp_path, capsys):

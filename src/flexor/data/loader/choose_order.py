@@ -1,6 +1,6 @@
 """Chooses the order of a run's samples, by the size of the pool.
 
-The choice is written back into the settings: the order must not change if the run is resumed on a machine
+The choice is returned as settings, to be saved with the run: its order must not change if it is resumed on a machine
 with more or less memory.
 """
 
@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -51,19 +51,17 @@ def choose_order(
     batch: int,
     seed: int,
     tier: str,
-) -> tuple[SampleOrder, int]:
-    """The order of a run, and the bytes for its pool; fills in missing values of `settings.order`."""
+) -> tuple[SampleOrder, OrderConfig, int]:
+    """The order of a run, its settings with all values filled in, and the bytes for its pool."""
     order, parts = settings.order, _parts(dataset, drop_last_frames)
     if order.kind == "auto":
-        order.kind = KINDS[tier]
+        order = replace(order, kind=KINDS[tier])
     seeds = [seed] if len(parts) == 1 else [key_of("part", seed, number) for number in range(len(parts))]
     uniform = [UniformOrder(len(part.samples), part_seed) for part, part_seed in zip(parts, seeds)]
     if order.kind == "uniform" or not deltas:
-        return _joined(dataset, parts, uniform), pool_budget(settings.cache, LEAST_POOL)
-    order.unit = order.unit or _least_unit(dataset)
-    units = [
-        units_of(part.dataset, deltas, drop_last_frames, order.unit, settings.on_bad_frame) for part in parts
-    ]
+        return _joined(dataset, parts, uniform), order, pool_budget(settings.cache, LEAST_POOL)
+    unit = order.unit or _least_unit(dataset)
+    units = [units_of(part.dataset, deltas, drop_last_frames, unit, settings.on_bad_frame) for part in parts]
     shares = _shares(parts)
     size = sum(
         share
@@ -71,28 +69,30 @@ def choose_order(
         for part, part_units, share in zip(parts, units, shares)
     )
     count, samples = sum(map(len, units)), sum(part_units.size for part_units in units)
-    if order.lanes is None or order.pool is None:
+    lanes, pool_samples = order.lanes, order.pool
+    if lanes is None or pool_samples is None:
         pool = pool_budget(settings.cache, TARGET_UNITS * batch * samples / count * size)
-        lanes, pool_samples = fit_lanes(batch, samples, count, int(POOL_FILL * pool / size))
-        order.lanes, order.pool = order.lanes or lanes, order.pool or pool_samples
+        fitted = fit_lanes(batch, samples, count, int(POOL_FILL * pool / size))
+        lanes, pool_samples = lanes or fitted[0], pool_samples or fitted[1]
     else:
-        pool = pool_budget(settings.cache, order.lanes * order.pool * size / POOL_FILL)
+        pool = pool_budget(settings.cache, lanes * pool_samples * size / POOL_FILL)
+    order = replace(order, unit=unit, lanes=lanes, pool=pool_samples)
     log.info(
         "%d samples in %d decode units; shuffling %d lanes with a pool of %d samples each%s, %s",
         samples,
         count,
-        order.lanes,
-        order.pool,
+        lanes,
+        pool_samples,
         " in the first epoch" if order.kind != "streaming" else "",
         gigabytes(pool),
     )
     orders = [
         _order_of(
-            order, part_units, uniform_order, part_seed, _lanes_of(order.lanes, share, part_units, len(parts))
+            order, part_units, uniform_order, part_seed, _lanes_of(lanes, share, part_units, len(parts))
         )
         for part_units, uniform_order, part_seed, share in zip(units, uniform, seeds, shares)
     ]
-    return _joined(dataset, parts, orders), pool
+    return _joined(dataset, parts, orders), order, pool
 
 
 @dataclass(frozen=True, eq=False)

@@ -27,6 +27,7 @@ from flexor.data.loader.work_time import work_since
 from flexor.data.mixture.mixed import MixedDataset
 from flexor.data.order.mixed import MixedOrder
 from flexor.data.order.order import SampleOrder, Selection, UniformOrder
+from flexor.data.settings import OrderConfig
 from flexor.data.video.decode import bytes_read
 
 __all__ = ["Loader", "sample_rows", "to_tensors", "valid_steps", "weight_scale"]
@@ -85,6 +86,7 @@ class Loader(StepPlanner):
         world_size: int = 1,
         device: torch.device | str | None = "cpu",
         order: SampleOrder | None = None,
+        order_config: OrderConfig | None = None,
         pool_bytes: int = DEFAULT_POOL,
         on_bad_frame: str = "raise",
         tier: str = "stream",
@@ -100,6 +102,7 @@ class Loader(StepPlanner):
         self.rows = sample_rows(dataset, drop_last_frames)
         self.order = order or UniformOrder(len(self.rows), seed)
         assert self.order.size == len(self.rows), "the order belongs to another dataset"
+        self.order_config = order_config or OrderConfig("uniform")  # how the order was chosen
         self.num_workers = num_workers
         self.device = None if device is None else torch.device(device)
         self.decoded_on_gpu, self.host_steps = decoded_on_gpu, host_steps

@@ -58,7 +58,7 @@ def open_loader(
     if cameras:
         tier = open_tier(dataset, settings.cache, cameras, frame_device, [dataset, *also], local)
     on_gpu = bool(cameras) and decodes_on_gpu(dataset, settings.decoder, cameras, frame_device, local)
-    order, pool = choose_order(
+    order, order_config, pool = choose_order(
         dataset,
         settings,
         {camera: list(deltas.get(camera, [0])) for camera in cameras},
@@ -80,6 +80,7 @@ def open_loader(
         world_size=world_size,
         device=device,
         order=order,
+        order_config=order_config,
         pool_bytes=pool // local,
         on_bad_frame=settings.on_bad_frame,
         tier=tier,

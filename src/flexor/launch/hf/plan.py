@@ -6,7 +6,6 @@ The training is the same on all machines: the same samples in every optimizer st
 
 from __future__ import annotations
 
-import copy
 import math
 from collections.abc import Sequence
 from dataclasses import replace
@@ -27,7 +26,7 @@ from flexor.plan.rank import Ranking
 from flexor.plan.site.hardware import Flavor, Hardware, load_hardware
 from flexor.plan.speed.speeds import assumed
 from flexor.plan.trace.traces import Traces
-from flexor.train.ranks.split import scale_learning_rate, split_batch
+from flexor.train.ranks.split import resolve_lr_factor, split_batch
 
 CLOUD = "hf-jobs"
 DAY = 24 * 3600
@@ -119,9 +118,9 @@ def _planned(training: Training, flavor: str, offers: Sequence[Flavor]) -> tuple
         raise CantPlan(f"the plan does not know the GPU of {flavor or 'any flavor on the Hub'}")
     config, data = _job(training.config)
     if flavor:  # raise now the error that the job would raise
-        split_batch(copy.copy(config), training.gpus or offers[0].gpus)
+        split_batch(config, training.gpus or offers[0].gpus)
     else:
-        split = split_batch(copy.copy(config), training.gpus or 1)
+        split = split_batch(config, training.gpus or 1)
         config = replace(config, global_batch_size=split.global_batch, gradient_accumulation_steps=None)
         offers = [offer for offer in offers if _can_share(split.global_batch, offer, training.gpus)]
         if not offers:
@@ -240,7 +239,7 @@ def lacking(plan: Plan) -> str:
 def _dealt_out(training: Training, plan: Plan) -> dict[str, Any]:
     """Settings that split the global batch as planned, if the user's settings would split it differently."""
     config = training.config
-    if plan.split == split_batch(copy.copy(config), training.gpus or 1):
+    if plan.split == split_batch(config, training.gpus or 1):
         return {}
     flags: dict[str, Any] = {
         "batch_size": plan.split.batch_size,
@@ -249,6 +248,5 @@ def _dealt_out(training: Training, plan: Plan) -> dict[str, Any]:
     }
     if config.scale_lr:  # by the requested batch
         config = replace(config, global_batch_size=plan.split.global_batch)
-        scale_learning_rate(config)
-        flags["lr_factor"] = config.lr_factor
+        flags["lr_factor"] = resolve_lr_factor(config).lr_factor
     return flags

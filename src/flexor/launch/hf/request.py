@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-from flexor.config.parse import load_config, parse_flags
+from flexor.config.parse import config_from_flags, parse_flags, to_words
 from flexor.config.schema import TrainConfig
 from flexor.core.errors import ConfigError
 from flexor.data.mixture.entries import entries_of
@@ -73,7 +73,7 @@ def settle(words: Sequence[str]) -> Training:
     processes = {key: flags.pop(key) for key in ("gpus", "processes") if key in flags}
     if str(flags.pop("resume", "auto")) != "auto":
         raise ConfigError("A job always resumes the run in --output_dir, or starts it: leave out --resume.")
-    config = load_config(_as_words(flags))
+    config = config_from_flags(flags)
     _refuse_local(config)
     name = re.sub(r"[^\w.-]+", "-", config.output_dir or "").strip("-.")
     name = name or default_folder(config.job_name or config.policy.type).name
@@ -96,10 +96,6 @@ def settle(words: Sequence[str]) -> Training:
         gpus=int(gpus) if gpus.isdigit() else None,
         on_cpu="processes" in processes,
     )
-
-
-def _as_words(flags: dict[str, Any]) -> list[str]:
-    return [f"--{key}={value}" for key, value in flags.items()]
 
 
 def _refuse_local(config: TrainConfig) -> None:
@@ -186,7 +182,7 @@ def build_request(training: Training, machine: Machine) -> dict[str, Any]:
                 f"The value of the secret {name} is in the settings or in --env, where others can read it. Remove it."
             )
     settings = (training.settings or "").splitlines()
-    refuse_passwords((*_as_words(training.flags), *settings, *env.values()), "the job")
+    refuse_passwords((*to_words(training.flags), *settings, *env.values()), "the job")
     bucket = machine.bucket or f"{machine.namespace}/{BUCKET}"
     if bucket.count("/") != 1:
         raise ConfigError(f"--bucket={bucket} is not valid: give OWNER/NAME.")
@@ -215,7 +211,7 @@ def _script(training: Training, machine: Machine) -> str:
     # bash counts SECONDS since its own start: the time that the installation took
     keep = f"exec python -m flexor.launch.hf.keep --seconds=$(({stop} - SECONDS))"
     folders = shlex.join([str(MOUNT / training.name), str(WORK / training.name)])
-    lines.append(f"{keep} {folders} -- train {shlex.join(_as_words(flags))}")
+    lines.append(f"{keep} {folders} -- train {shlex.join(to_words(flags))}")
     return "\n".join(lines)
 
 

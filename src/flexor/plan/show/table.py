@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from flexor.config.schema import TrainConfig
+from flexor.data.settings import CacheConfig, DatasetConfig
 from flexor.plan.data import FRAMES
 from flexor.plan.data.imagined_robot import Robot, imagined_data, usual_robot
 from flexor.plan.plan import Plan, make_plan, site_of
@@ -64,14 +65,15 @@ def hardware_guide(hardware: Hardware, kinds: Iterable[str] = tuple(POLICIES)) -
 def rows(kind: str, hardware: Hardware) -> Iterator[Row]:
     robot, policy = usual_robot(policy_class(kind).Config())
     for precision in PRECISIONS:
-        config = TrainConfig(policy=policy, epochs=EPOCHS, batch_size=BATCH)
-        config.precision = precision
+        dataset = DatasetConfig(cache=CacheConfig(tier="disk"))
+        config = TrainConfig(
+            dataset=dataset, policy=policy, epochs=EPOCHS, batch_size=BATCH, precision=precision
+        )
         yield _row(kind, robot, config, hardware)
 
 
 def _row(kind: str, robot: Robot, config: TrainConfig, hardware: Hardware) -> Row:
     data, traces, speeds = imagined_data(config.policy, FRAMES), Traces(config), assumed()
-    config.dataset = replace(config.dataset, cache=replace(config.dataset.cache, tier="disk"))
     site = site_of(hardware, hardware.find(REFERENCE))
     plan = make_plan(config, data, site, hardware, traces=traces, speeds=speeds, search=False)
     ranking = Ranking(

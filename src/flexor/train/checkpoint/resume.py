@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from flexor.config.accelerate_flags import accelerate_settings
-from flexor.config.parse import DATASETS, build_config, code_in, flatten, parse_flags, read_run
+from flexor.config.parse import DATASETS, build_config, code_in, flatten, read_run
 from flexor.config.schedules import SCHEDULES
 from flexor.config.schema import TrainConfig
 from flexor.core.errors import CheckpointError, ConfigError
@@ -40,9 +41,9 @@ NAMED = 3  # differences in a message
 EARLIER = {"precision": "no", "channels_last": False}
 
 
-def resumed_config(folder: Path, argv: Sequence[str]) -> TrainConfig:
-    """The run's settings with the changes in `argv`. Refuses settings that may not change."""
-    changes = parse_flags(argv)
+def resumed_config(folder: Path, flags: Mapping[str, Any]) -> TrainConfig:
+    """The run's settings, changed by these flags. Refuses settings that may not change."""
+    changes = dict(flags)
     if "output_dir" in changes:
         raise ConfigError(f"A run resumes in its own folder, {folder}: leave output_dir out.")
     saved = {**EARLIER, **flatten(read_run(folder))}
@@ -66,8 +67,7 @@ def resumed_config(folder: Path, argv: Sequence[str]) -> TrainConfig:
     if not DATASETS & changes.keys():
         _check_roots(folder, saved)
     config = build_config(saved, {**changes, "output_dir": str(folder)})
-    config.policy_path = policy_path
-    return config
+    return replace(config, policy_path=policy_path)
 
 
 def _check_roots(folder: Path, saved: Mapping[str, Any]) -> None:
@@ -108,8 +108,7 @@ def continued_config(folder: Path, wanted: TrainConfig) -> TrainConfig:
     require_trust(code_in(settled), folder / RUN_CONFIG)
     settled.pop("policy_path", None)
     config = build_config({**settled, "output_dir": str(folder)})
-    config.policy_path = wanted.policy_path
-    return config
+    return replace(config, policy_path=wanted.policy_path)
 
 
 def newest_checkpoint(folder: Path) -> Path:

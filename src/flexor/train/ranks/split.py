@@ -7,7 +7,7 @@ wherever the run resumes.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from flexor.config.schema import TrainConfig
 from flexor.core.errors import ConfigError
@@ -48,63 +48,49 @@ def hsdp_sizes(world: int, local: int, replicate: int | None, shard: int | None)
 
 
 def split_batch(config: TrainConfig, world_size: int) -> Split:
-    """Split the global batch, fixed from here on, into the fewest micro-batches of at most `batch_size` samples."""
-    given = config.gradient_accumulation_steps
-    if config.global_batch_size is None:
-        config.global_batch_size = config.batch_size * (given or 1) * world_size
-    share, left = divmod(config.global_batch_size, world_size)
+    """Split the global batch into the fewest micro-batches of at most `batch_size` samples."""
+    accumulation, batch = config.gradient_accumulation_steps, config.global_batch_size
+    if batch is None:
+        batch = config.batch_size * (accumulation or 1) * world_size
+    share, left = divmod(batch, world_size)
     if left:
-        fitting = [n for n in range(1, config.global_batch_size + 1) if config.global_batch_size % n == 0]
+        fitting = [n for n in range(1, batch + 1) if batch % n == 0]
         raise ConfigError(
-            f"global_batch_size={config.global_batch_size} can't be split evenly across {world_size} processes: "
+            f"global_batch_size={batch} can't be split evenly across {world_size} processes: "
             f"use {', '.join(map(str, fitting))} processes, or another global_batch_size."
         )
-    fewest = next(n for n in range(1, share + 1) if share % n == 0 and share // n <= config.batch_size)
-    accumulation = given or fewest
+    if accumulation is None:
+        accumulation = next(
+            n for n in range(1, share + 1) if share % n == 0 and share // n <= config.batch_size
+        )
     if share % accumulation or share // accumulation > config.batch_size:
         raise ConfigError(
-            f"global_batch_size={config.global_batch_size} is not batch_size={config.batch_size} x "
-            f"{world_size} process(es) x gradient_accumulation_steps={given}: leave one of them out."
+            f"global_batch_size={batch} is not batch_size={config.batch_size} x {world_size} process(es) x "
+            f"gradient_accumulation_steps={accumulation}: leave one of them out."
         )
-    config.gradient_accumulation_steps = None  # follows from the other two, for any number of processes
     return Split(share // accumulation, accumulation, world_size)
 
 
-def scale_learning_rate(config: TrainConfig) -> None:
-    """Scale the learning rate as scale_lr says; without it, not at all."""
+def resolve_batch(config: TrainConfig, split: Split, samples: int) -> TrainConfig:
+    """The settings with a global batch and a number of steps. Accumulation follows, for any number of processes."""
+    steps = config.steps
+    if config.epochs is not None:
+        steps = math.ceil(config.epochs * samples / split.global_batch)
+    return replace(
+        config, global_batch_size=split.global_batch, gradient_accumulation_steps=None, steps=steps
+    )
+
+
+def resolve_lr_factor(config: TrainConfig) -> TrainConfig:
+    """The settings with the factor that `scale_lr` means. The global batch is resolved."""
     assert config.global_batch_size is not None
     if config.lr_factor is not None:
-        return
+        return config
     times = config.global_batch_size / config.batch_size
-    config.lr_factor = {None: 1.0, "linear": times, "sqrt": math.sqrt(times)}[config.scale_lr]
+    factor = {None: 1.0, "linear": times, "sqrt": math.sqrt(times)}[config.scale_lr]
     if config.scale_lr:
         log.info(
             "scale_lr=%s: learning rates are multiplied by %g, as the global batch is %g times batch_size=%d",
-            config.scale_lr,
-            config.lr_factor,
-            times,
-            config.batch_size,
+            *(config.scale_lr, factor, times, config.batch_size),
         )
-
-
-def steps_of(config: TrainConfig, samples: int) -> int:
-    """The optimizer steps of a run, whether its settings give steps or epochs."""
-    assert config.global_batch_size is not None
-    if config.epochs is None:
-        return config.steps
-    return math.ceil(config.epochs * samples / config.global_batch_size)
-
-
-def count_steps(config: TrainConfig, samples: int) -> None:
-    """Set steps from epochs, if those are given."""
-    assert config.global_batch_size is not None
-    if config.epochs is None:
-        return
-    config.steps = steps_of(config, samples)
-    log.info(
-        "epochs=%g: %d samples in batches of %d make %d steps",
-        config.epochs,
-        samples,
-        config.global_batch_size,
-        config.steps,
-    )
+    return replace(config, lr_factor=factor)
