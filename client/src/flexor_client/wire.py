@@ -135,10 +135,7 @@ def unpack(frame: bytes, limits: Limits = DEFAULT_LIMITS) -> Any:
     _measure(frame, limits)
     try:
         return msgpack.unpackb(
-            frame,
-            object_hook=lambda fields: unpack_numpy(fields, limits),
-            strict_map_key=True,
-            max_ext_len=0,
+            frame, object_hook=lambda fields: unpack_numpy(fields, limits), strict_map_key=True, max_ext_len=0
         )
     except WireError:
         raise

@@ -32,10 +32,7 @@ class DataIdentity:
 
     def summary(self) -> dict[str, str | None]:
         """What a checkpoint has of it: one hash of each."""
-        return {
-            "tables": _hash(self.tables),
-            "videos": None if self.videos is None else _hash(self.videos),
-        }
+        return {"tables": _hash(self.tables), "videos": None if self.videos is None else _hash(self.videos)}
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)

@@ -75,8 +75,7 @@ class Profiling:
             self._finish(None)
         elif self.steps is not None and self._began == 0:
             log.warning(
-                "profile: no step was profiled: this run trained none of the steps %d to %d",
-                *self.steps,
+                "profile: no step was profiled: this run trained none of the steps %d to %d", *self.steps
             )
 
     def _end_range(self) -> None:

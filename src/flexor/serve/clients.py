@@ -221,11 +221,7 @@ def _message(client: Client, job: ServeJob, decode_s: float) -> dict[str, Any]:
         message["policy_timing"] = {"infer_ms": model_ms}
     message["server_timing"] = timing
     if job.request.options is not None:
-        fields: dict[str, Any] = {
-            "step": job.step,
-            "episode": job.episode,
-            "batch": job.batch,
-        }
+        fields: dict[str, Any] = {"step": job.step, "episode": job.episode, "batch": job.batch}
         if options.id is not None:
             fields["id"] = options.id
         if options.previous is not None:

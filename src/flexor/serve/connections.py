@@ -16,14 +16,7 @@ from websockets.datastructures import Headers
 from websockets.http11 import Request, Response
 
 from flexor.serve import web
-from flexor.serve.access import (
-    REALM,
-    foreign_name,
-    has_key,
-    is_foreign_page,
-    names_of_server,
-    wants_socket,
-)
+from flexor.serve.access import REALM, foreign_name, has_key, is_foreign_page, names_of_server, wants_socket
 from flexor.serve.clients import ClientLoop
 from flexor.serve.form import ObservationForm
 from flexor.serve.limits import RequestLimits

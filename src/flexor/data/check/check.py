@@ -22,8 +22,8 @@ from flexor.data.check.report import CheckReport
 from flexor.data.check.tables import OWN_COLUMNS, Tables, check_tables
 from flexor.data.check.videos import check_videos
 from flexor.data.format.metadata import Feature
+from flexor.data.format.stats import NEEDED_STATS
 
-NEEDED_STATS = ("mean", "std", "min", "max")
 COMPUTE = "compute them with `flexor data stats DIR --write`"
 
 
@@ -124,9 +124,8 @@ def check_depth(layout: Layout, report: CheckReport) -> None:
             report.warning("depth-scale", f"{fault}: training leaves the depth map out", fix, **where)
         elif feature.depth.unit is None:
             message = "depth_unit is missing: statistics, and images in the tables, are used as they are"
-            report.warning(
-                "depth-unit", message, "add `depth_unit` (m or mm) to the feature's `info`", **where
-            )
+            add_unit = "add `depth_unit` (m or mm) to the feature's `info`"
+            report.warning("depth-unit", message, add_unit, **where)
 
 
 def _check_stats(layout: Layout, tables: Tables, report: CheckReport) -> None:
@@ -145,17 +144,15 @@ def _check_stats(layout: Layout, tables: Tables, report: CheckReport) -> None:
         if lacking:
             # Cameras are often normalised with other statistics; vectors never are.
             add_finding = report.warning if feature.is_camera else report.error
-            message = "no statistics" if len(lacking) == len(NEEDED_STATS) else f"no {', '.join(lacking)}"
-            add_finding(
-                "stats-missing", f"it has {message}, which policies normalise with", COMPUTE, feature=name
-            )
+            part = "no statistics" if len(lacking) == len(NEEDED_STATS) else f"no {', '.join(lacking)}"
+            message = f"it has {part}, which policies normalise with"
+            add_finding("stats-missing", message, COMPUTE, feature=name)
             continue
         try:
             values = {key: np.asarray(value, np.float64).reshape(-1) for key, value in stats.items()}
         except (TypeError, ValueError) as error:
-            report.error(
-                "stats-unreadable", f"its statistics are not numbers ({error})", COMPUTE, feature=name
-            )
+            message = f"its statistics are not numbers ({error})"
+            report.error("stats-unreadable", message, COMPUTE, feature=name)
             continue
         values.pop("count", None)
         low, high = tables.low.get(name), tables.high.get(name)

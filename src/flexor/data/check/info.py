@@ -19,6 +19,7 @@ from flexor.data.check.report import CheckReport
 from flexor.data.check.scan import VideoScan, scan_video
 from flexor.data.check.tables import OWN_COLUMNS
 from flexor.data.format.metadata import Feature
+from flexor.data.format.stats import NEEDED_STATS
 
 if TYPE_CHECKING:
     from flexor.data.dataset import Dataset
@@ -85,13 +86,9 @@ def _spread(values: np.ndarray) -> dict[str, int]:
 
 def _statistics(layout: Layout, cameras: dict[str, Any]) -> dict[str, list[str]]:
     """The features that policies normalise, with and without statistics."""
-    normalized = [
-        n for n in layout.features if n.startswith(("action", "observation")) and n not in OWN_COLUMNS
-    ]
-    normalized = [n for n in normalized if n not in cameras or cameras[n]["files"]]
-    present = [
-        name for name in normalized if {"mean", "std", "min", "max"} <= set(layout.stats.get(name, {}))
-    ]
+    names = [name for name in layout.features if name.startswith(("action", "observation"))]
+    normalized = [name for name in names if name not in cameras or cameras[name]["files"]]
+    present = [name for name in normalized if set(NEEDED_STATS) <= set(layout.stats.get(name, {}))]
     quantiles = [name for name in present if {"q01", "q99"} <= set(layout.stats[name])]
     missing = [name for name in normalized if name not in present]
     return {"present": present, "with_quantiles": quantiles, "missing": missing}

@@ -226,9 +226,7 @@ def _episode_v2(layout: Layout, names: FileNames, row: dict[str, Any]) -> Episod
 
 def _other_fields(row: dict[str, Any]) -> dict[str, Any]:
     standard = ("episode_index", "length", "tasks", "dataset_from_index", "dataset_to_index")
-    return {
-        key: value for key, value in row.items() if key not in standard and "/" not in key and key[:2] != "__"
-    }
+    return {k: v for k, v in row.items() if k not in standard and "/" not in k and k[:2] != "__"}
 
 
 def _next_row(layout: Layout) -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import av
 import numpy as np
@@ -19,9 +20,8 @@ from flexor.data.frames.clips import image_frame
 OWN_COLUMNS = ("timestamp", "frame_index", "episode_index", "index", "task_index")
 """Columns of every dataset; the reader derives missing ones."""
 
-REPAIR_CLOCK = (
-    "none needed to train with Flexor if no frame was dropped; `flexor data repair` corrects the timestamps"
-)
+NOT_NEEDED = "none needed to train with Flexor"
+REPAIR_CLOCK = f"{NOT_NEEDED} if no frame was dropped; `flexor data repair` corrects the timestamps"
 RECORD_AGAIN = "exclude the episode, or repair the column from the original recording"
 
 
@@ -88,15 +88,13 @@ def _check_columns(
         message = "the column is missing in this file, though other data files have it"
         for file in lacking:
             for episode in files[file]:
-                report.error(
-                    "column-missing", message, FETCH_AGAIN, episode=episode.index, feature=name, file=file
-                )
-    derived = [
-        n for n in OWN_COLUMNS if n not in layout.features and not any(n in p for p in readable.values())
-    ]
+                where = {"episode": episode.index, "feature": name, "file": file}
+                report.error("column-missing", message, FETCH_AGAIN, **where)
+    columns = {*layout.features, *(name for names in readable.values() for name in names)}
+    derived = [name for name in OWN_COLUMNS if name not in columns]
     if derived and readable:
         message = f"column {', '.join(derived)} is missing; Flexor derives it from the episodes' lengths"
-        report.warning("column-derived", message, "none needed to train with Flexor")
+        report.warning("column-derived", message, NOT_NEEDED)
 
 
 @dataclass
@@ -117,10 +115,12 @@ class _File:
             if len(rows) != episode.length:
                 message = f"the table has {len(rows)} rows, but the metadata says {episode.length}"
                 fix = "download the data file and meta/ again: one of them is older than the other"
-                self._error("length", message, fix, episode)
+                self.report.error("length", message, fix, **self._place(episode))
             elif len(rows) and rows[-1] - rows[0] + 1 != len(rows):
-                message = "its rows are not contiguous"
-                self._error("rows-scattered", message, "sort the data file by `index`", episode)
+                fix = "sort the data file by `index`"
+                self.report.error(
+                    "rows-scattered", "its rows are not contiguous", fix, **self._place(episode)
+                )
             else:
                 self._check_indices(episode, rows)
             if len(rows):
@@ -133,14 +133,11 @@ class _File:
         if unknown:
             count = sum(len(rows_of[e]) for e in unknown)
             message = f"{count} rows belong to episodes {unknown[:10]}, which meta/ does not list"
-            self.report.warning(
-                "rows-unknown", message, "download meta/ again, or ignore them", file=self.name
-            )
+            fix = "download meta/ again, or ignore them"
+            self.report.warning("rows-unknown", message, fix, file=self.name)
 
-    def _error(
-        self, kind: str, message: str, fix: str, episode: EpisodeEntry, feature: str | None = None
-    ) -> None:
-        self.report.error(kind, message, fix, episode=episode.index, feature=feature, file=self.name)
+    def _place(self, episode: EpisodeEntry, feature: str | None = None) -> dict[str, Any]:
+        return {"episode": episode.index, "feature": feature, "file": self.name}
 
     def _read(self) -> dict[str, np.ndarray]:
         """The numeric columns as [N, D]; a column without its declared shape is reported."""
@@ -155,7 +152,7 @@ class _File:
                 self.report.error("column-shape", values, fix, feature=name, file=self.name)
                 for episode in self.layout.episodes:
                     if episode.data_file == self.name:
-                        self._error("column-shape", values, fix, episode, name)
+                        self.report.error("column-shape", values, fix, **self._place(episode, name))
             else:
                 columns[name] = values
         return columns
@@ -173,22 +170,19 @@ class _File:
         for name, start in (("frame_index", 0), ("index", episode.first_row)):
             if name not in self._columns or not len(rows):
                 continue
-            values = self._columns[name][rows, 0]
-            steps = np.flatnonzero(np.diff(values) != 1)
-            if len(steps):
+            values, place = self._columns[name][rows, 0], self._place(episode, name)
+            gaps = np.flatnonzero(np.diff(values) != 1)
+            if len(gaps):
                 message = (
-                    f"{name} is not contiguous at {len(steps)} places; the first is after frame {steps[0]}"
+                    f"{name} is not contiguous at {len(gaps)} places; the first is after frame {gaps[0]}"
                 )
-                self._error("index", message, RECORD_AGAIN, episode, name)
+                self.report.error("index", message, RECORD_AGAIN, **place)
             elif values[0] != start:
                 message = f"{name} starts at {values[0]:.0f} instead of {start}"
-                add_finding = self._error if self.layout.version.startswith("v3") else self._warn
-                add_finding("index", message, "renumber the rows of the dataset", episode, name)
-
-    def _warn(
-        self, kind: str, message: str, fix: str, episode: EpisodeEntry, feature: str | None = None
-    ) -> None:
-        self.report.warning(kind, message, fix, episode=episode.index, feature=feature, file=self.name)
+                add_finding = (
+                    self.report.error if self.layout.version.startswith("v3") else self.report.warning
+                )
+                add_finding("index", message, "renumber the rows of the dataset", **place)
 
     def _check_clock(self, episode: EpisodeEntry, rows: np.ndarray) -> None:
         """Compare the timestamps with 1/fps. The video part of the check compares them with the video."""
@@ -205,18 +199,14 @@ class _File:
         back = np.flatnonzero(np.diff(clock) <= 0)
         if len(back):
             message = f"timestamps do not increase at {len(back)} places; the first is after frame {back[0]}"
-            self._warn_of_clock("clock-backwards", message, episode)
+            self.report.warning("clock-backwards", message, REPAIR_CLOCK, **self._place(episode, "timestamp"))
         elif drift.max() > period / 2:
             frame = int(np.argmax(drift > period / 2))
             message = (
                 f"timestamps drift up to {drift.max():.3f} s ({drift.max() / period:.1f} frames) from "
                 f"{self.layout.fps:g} fps; from frame {frame} on it is more than half a frame"
             )
-            self._warn_of_clock("clock-drift", message, episode)
-
-    def _warn_of_clock(self, kind: str, message: str, episode: EpisodeEntry) -> None:
-        place = {"episode": episode.index, "feature": "timestamp", "file": self.name}
-        self.report.warning(kind, message, REPAIR_CLOCK, **place)
+            self.report.warning("clock-drift", message, REPAIR_CLOCK, **self._place(episode, "timestamp"))
 
     def _check_numbers(self, episode: EpisodeEntry, rows: np.ndarray) -> None:
         for name, values in self._columns.items():
@@ -229,7 +219,7 @@ class _File:
                         f"{bad.sum()} of {part.size} values are NaN or infinite, in {len(frames)} frames; "
                         f"the first is frame {frames[0]}"
                     )
-                    self._error("not-finite", message, RECORD_AGAIN, episode, name)
+                    self.report.error("not-finite", message, RECORD_AGAIN, **self._place(episode, name))
                     part = np.where(bad, np.nan, part)
             low, high = np.fmin.reduce(part, axis=0), np.fmax.reduce(part, axis=0)
             lows, highs = self.tables.low, self.tables.high
@@ -243,13 +233,8 @@ class _File:
         unknown = [task for task in used if task not in self.layout.tasks]  # NaN too
         if unknown:
             message = f"task_index {unknown[:5]} is not among the dataset's {len(self.layout.tasks)} tasks"
-            self._error(
-                "task-unknown",
-                message,
-                "download meta/tasks again, or correct the column",
-                episode,
-                "task_index",
-            )
+            fix = "download meta/tasks again, or correct the column"
+            self.report.error("task-unknown", message, fix, **self._place(episode, "task_index"))
 
     def _check_images(self, episode: EpisodeEntry, rows: np.ndarray) -> None:
         for name in self.table.column_names:
@@ -260,7 +245,7 @@ class _File:
             if bad:
                 frame, why = bad[0]
                 message = f"{len(bad)} of {len(rows)} images are unusable; the first is frame {frame}: {why}"
-                self._error("image-undecodable", message, FETCH_AGAIN, episode, name)
+                self.report.error("image-undecodable", message, FETCH_AGAIN, **self._place(episode, name))
 
     def _image_fault(self, feature: Feature, row: int) -> str | None:
         cell = self.table[feature.name][int(row)].as_py()

@@ -295,9 +295,7 @@ def _write_tasks(path: Path, tasks: Sequence[str]) -> None:
     texts = {"pandas_type": "unicode", "numpy_type": "object"}
     pandas = {
         "index_columns": ["task"],
-        "column_indexes": [
-            {"name": None, "field_name": None, "metadata": {"encoding": "UTF-8"}, **texts},
-        ],
+        "column_indexes": [{"name": None, "field_name": None, "metadata": {"encoding": "UTF-8"}, **texts}],
         "columns": [
             {"name": "task_index", "field_name": "task_index", "metadata": None}
             | {"pandas_type": "int64", "numpy_type": "int64"},

@@ -23,6 +23,7 @@ from flexor.core.errors import DatasetError
 Stats = dict[str, np.ndarray]
 """One feature's statistics: min, max, mean, std, count and q01 .. q99."""
 
+NEEDED_STATS = ("mean", "std", "min", "max")
 QUANTILES = {"q01": 0.01, "q10": 0.10, "q50": 0.50, "q90": 0.90, "q99": 0.99}
 BINS = 5000
 BACKUP = ".bak-"  # in the names of copies of meta/stats.json

@@ -18,13 +18,12 @@ from flexor.core.errors import ConfigError, DatasetError
 from flexor.core.log import log
 from flexor.data.dataset import Dataset
 from flexor.data.format.metadata import Feature
-from flexor.data.format.stats import Stats, aggregate_stats
+from flexor.data.format.stats import NEEDED_STATS, Stats, aggregate_stats
 
 REQUIRED = (STATE, ENV_STATE, ACTION)
 """Columns that policies use: no dataset may lack one that another has."""
 PADDED = (STATE, ACTION)
 OWN_COLUMNS = ("index", "episode_index", "task_index")
-NEEDED = ("mean", "std", "min", "max")
 
 
 @dataclass(frozen=True, eq=False)
@@ -256,7 +255,7 @@ def _padded_stats(dataset: RenamedDataset, schema: SharedSchema) -> dict[str, St
     """What a dataset publishes about its features, as if its columns had been padded before."""
     padded = {}
     for name, stats in dataset.stats.items():
-        if name not in schema.features or not all(key in stats for key in NEEDED):
+        if name not in schema.features or not all(key in stats for key in NEEDED_STATS):
             continue
         missing = 0 if name not in schema.padded else schema.features[name].shape[0] - len(stats["mean"])
         padded_stats = {

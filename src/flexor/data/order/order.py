@@ -174,12 +174,7 @@ class UniformOrder:
         positions = np.arange(position, position + count)
         none = np.full(count, -1)
         return Selection(
-            positions,
-            self.samples(position, count),
-            positions // self.size,
-            lane=none,
-            pool=none,
-            unit=none,
+            positions, self.samples(position, count), positions // self.size, lane=none, pool=none, unit=none
         )
 
     def pools_of(self, epoch: int, pools: Sequence[tuple[int, int]]) -> list[PoolPlan]:

@@ -19,12 +19,7 @@ from flexor.core.errors import DatasetError, FlexorError
 from flexor.data.format.depth import DepthScale
 from flexor.data.video import colour
 from flexor.data.video.depth_planes import PIXELS as DEPTH_PIXELS
-from flexor.data.video.depth_planes import (
-    depth_layout,
-    depth_on_device,
-    depth_values,
-    pack_depth,
-)
+from flexor.data.video.depth_planes import depth_layout, depth_on_device, depth_values, pack_depth
 
 __all__ = [
     "JPEG_QUALITY",

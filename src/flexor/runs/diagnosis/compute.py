@@ -171,10 +171,7 @@ def shared_gpu(f: Figures) -> list[Finding]:
     memory = f.of("system.gpu_vram_others_gb")
     share = percent(others_util)
     evidence = f"other processes compute on its GPU {share} of the time and use {memory:.3g} GB of its memory"
-    figures = [
-        ("GPU in use by others", share),
-        ("its memory in use by others", f"{memory:.3g} GB"),
-    ]
+    figures = [("GPU in use by others", share), ("its memory in use by others", f"{memory:.3g} GB")]
     change = Fix("stop the other processes, or use another GPU", None, faster(1 - others_util))
     return [
         Finding("starved by neighbours", evidence, [change], cost=others_util, figures=figures, is_cause=True)

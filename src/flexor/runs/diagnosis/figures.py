@@ -235,9 +235,7 @@ class Figures:
 
 
 def figures_of(
-    reports: Reports,
-    config: Mapping[str, Any] | None = None,
-    record: Mapping[str, Any] | None = None,
+    reports: Reports, config: Mapping[str, Any] | None = None, record: Mapping[str, Any] | None = None
 ) -> Figures:
     recent = list(reports.recent)
     total = Report(0.0, 0.0, {}, {}, {})

@@ -100,10 +100,7 @@ def _dots(points: Sequence[tuple[float, float]], window: _Window) -> set[tuple[i
 def _joined(begin: tuple[int, int], end: tuple[int, int]) -> set[tuple[int, int]]:
     count = max(abs(end[0] - begin[0]), abs(end[1] - begin[1]), 1)
     return {
-        (
-            round(begin[0] + (end[0] - begin[0]) * i / count),
-            round(begin[1] + (end[1] - begin[1]) * i / count),
-        )
+        (round(begin[0] + (end[0] - begin[0]) * i / count), round(begin[1] + (end[1] - begin[1]) * i / count))
         for i in range(count + 1)
     }
 
