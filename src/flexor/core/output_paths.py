@@ -1,9 +1,12 @@
-"""Checks where a command will write, before its work starts: a wrong --output is not found out after an hour."""
+"""Where a command writes: checked before its work starts, and a file is replaced only by a complete one."""
 
 from __future__ import annotations
 
 import os
 import stat
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from flexor.core.errors import ConfigError
@@ -29,6 +32,18 @@ def make_parents(path: Path) -> Path:
     """Create the folder of an output file, if it does not exist yet. Returns the file's path."""
     path.parent.mkdir(parents=True, exist_ok=True)
     return path
+
+
+@contextmanager
+def replacing(path: Path) -> Iterator[Path]:
+    """Inside, another path to write to. At the end it replaces the file: a reader finds all of it or the one before."""
+    aside = path.with_name(f".{path.name}.{os.getpid()}.{threading.get_ident()}.partial")
+    try:
+        yield aside
+        aside.replace(path)
+    finally:
+        with suppress(OSError):
+            aside.unlink(missing_ok=True)
 
 
 def _check(path: Path, flag: str, other: str) -> Path:

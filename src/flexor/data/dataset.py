@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from flexor.core.batch import SAMPLE_WEIGHT
+from flexor.core.digest import hash_json
 from flexor.core.errors import DatasetError
 from flexor.core.log import warn_once
 from flexor.core.secrets import redacted
@@ -180,13 +181,11 @@ class Dataset:
             "lengths": self.episodes.length.tolist(),
             "sizes": [list(self._file_sizes[i].values()) for i in self.episodes.index.tolist()],
         }
-        if (
-            self.skipped
-        ):  # not the same as leaving these episodes out by choice: skipped ones may become readable
+        if self.skipped:  # not the same as leaving them out by choice: they may become readable
             identity["skipped"] = sorted(self.skipped)
         if SAMPLE_WEIGHT in self.columns:
             identity["weights"] = hashlib.sha256(self.columns[SAMPLE_WEIGHT].tobytes()).hexdigest()
-        return hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()
+        return hash_json(identity)
 
     def content(self) -> str:
         """A hash that changes with any frame of the dataset as published, the same for every selection of episodes."""
@@ -195,9 +194,7 @@ class Dataset:
     @property
     def video_bytes(self) -> int:
         """Bytes of all files that frames are read from."""
-        return sum(
-            {name: size for sizes in self._file_sizes.values() for name, size in sizes.items()}.values()
-        )
+        return sum(dict(file for sizes in self._file_sizes.values() for file in sizes.items()).values())
 
     @property
     def source_kind(self) -> str:

@@ -6,14 +6,13 @@ were written. Statistics (`meta/stats.json`) are not part of it: a run saves tho
 
 from __future__ import annotations
 
-import hashlib
-import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
 import numpy as np
 
+from flexor.core.digest import hash_json
 from flexor.data.dataset import Dataset
 from flexor.data.frames.clips import VideoClip
 from flexor.data.mixture.mixed import MixedDataset
@@ -32,7 +31,10 @@ class DataIdentity:
 
     def summary(self) -> dict[str, str | None]:
         """What a checkpoint has of it: one hash of each."""
-        return {"tables": _hash(self.tables), "videos": None if self.videos is None else _hash(self.videos)}
+        return {
+            "tables": hash_json(self.tables),
+            "videos": None if self.videos is None else hash_json(self.videos),
+        }
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
@@ -86,10 +88,12 @@ def _metadata(dataset: Dataset) -> dict[str, str]:
     return {
         "codebase_version in meta/info.json": dataset.version,
         "fps in meta/info.json": str(float(dataset.fps)),
-        "features in meta/info.json": _hash(features),
-        "tasks in meta/": _hash({int(i): dataset.tasks[int(i)] for i in used if 0 <= i < len(dataset.tasks)}),
-        "episodes in meta/": _hash([episodes.index.tolist(), episodes.length.tolist(), episodes.tasks]),
-        "the episodes' times in videos in meta/": _hash(spans),
+        "features in meta/info.json": hash_json(features),
+        "tasks in meta/": hash_json(
+            {int(i): dataset.tasks[int(i)] for i in used if 0 <= i < len(dataset.tasks)}
+        ),
+        "episodes in meta/": hash_json([episodes.index.tolist(), episodes.length.tolist(), episodes.tasks]),
+        "the episodes' times in videos in meta/": hash_json(spans),
     }
 
 
@@ -98,7 +102,3 @@ def differences(before: Mapping[str, str], now: Mapping[str, str]) -> list[str]:
     changed = [name for name, digest in before.items() if now.get(name, digest) != digest]
     missing = [f"{name} (not there any more)" for name in before if name not in now]
     return [*changed, *missing, *(f"{name} (new)" for name in now if name not in before)]
-
-
-def _hash(value: object) -> str:
-    return hashlib.sha256(json.dumps(value, sort_keys=True, default=str).encode()).hexdigest()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 from fractions import Fraction
 from pathlib import Path
@@ -11,23 +10,16 @@ import av
 import numpy as np
 
 from flexor.core.errors import FlexorError
+from flexor.core.output_paths import make_parents, replacing
 
 
 def write_video(path: str | Path, frames: Sequence[np.ndarray], fps: float) -> None:
-    """Write uint8 [height, width, 3] images as an H.264 MP4 that any browser plays.
-
-    The file is written under a temporary name and renamed, so that a reader never finds an incomplete file.
-    """
+    """Write uint8 [height, width, 3] images as an H.264 MP4 that any browser plays."""
     path = Path(path)
     if not frames:
         raise FlexorError(f"can't write {path}: there are no frames; record at least one")
-    path.parent.mkdir(parents=True, exist_ok=True)
-    aside = path.with_name(f".{path.name}.{os.getpid()}.part")
-    try:
+    with replacing(make_parents(path)) as aside:
         _encode(aside, [_even(frame) for frame in frames], fps)
-        aside.replace(path)
-    finally:
-        aside.unlink(missing_ok=True)
 
 
 def _even(frame: np.ndarray) -> np.ndarray:

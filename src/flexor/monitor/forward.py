@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from flexor.core.log import log, setup_logging
+from flexor.core.output_paths import replacing
 from flexor.core.run_files import METRICS, sent_file
 from flexor.monitor.services import SERVICES, Service, flat
 
@@ -63,9 +64,7 @@ class Follower:
 
     def __init__(self, file: Any, service: Service, progress: Path):
         self.file, self.service, self.progress = file, service, progress
-        self.step, self.lines = _read_progress(
-            progress
-        )  # the last step that was sent, and its number of lines
+        self.step, self.lines = _read_progress(progress)  # the last step that was sent; how many of its lines
         self.position = (-1, 0)
         self.rest = b""
 
@@ -78,9 +77,8 @@ class Follower:
         if (self.step, self.lines) == before:
             return
         self.service.flush()
-        temporary = self.progress.with_suffix(".new")
-        temporary.write_text(json.dumps({"step": self.step, "lines": self.lines}))
-        temporary.rename(self.progress)
+        with replacing(self.progress) as aside:
+            aside.write_text(json.dumps({"step": self.step, "lines": self.lines}))
 
     def _send(self, line: Any) -> None:
         if not isinstance(line, dict) or not isinstance(line.get("step"), int):

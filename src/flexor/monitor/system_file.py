@@ -14,6 +14,7 @@ from typing import Any
 
 from flexor.core.errors import UNWRITABLE
 from flexor.core.lines import LineFile
+from flexor.core.output_paths import replacing
 from flexor.core.run_files import SYSTEM
 from flexor.runs.jsonl import GrowingLines
 
@@ -44,12 +45,8 @@ def read_lines(path: Path) -> list[Line]:
 
 def write_lines(path: Path, lines: list[Line]) -> None:
     """All at once: a kill leaves the old file or the new one."""
-    temporary = path.with_name(f".{path.name}")
-    try:
-        temporary.write_text("".join(f"{json.dumps(line)}\n" for line in lines))
-        temporary.rename(path)
-    finally:
-        temporary.unlink(missing_ok=True)
+    with replacing(path) as aside:
+        aside.write_text("".join(f"{json.dumps(line)}\n" for line in lines))
 
 
 def forget_after(path: Path, step: int) -> None:

@@ -11,14 +11,13 @@ import hashlib
 import html
 import json
 import math
-import os
 from collections.abc import Sequence
 from importlib import resources
 from pathlib import Path
 from typing import Any
 
 from flexor.core.errors import ConfigError
-from flexor.core.output_paths import check_output_file, make_parents
+from flexor.core.output_paths import check_output_file, make_parents, replacing
 from flexor.core.secrets import redacted, redacted_values
 
 GENERATOR = '<meta name="generator" content="Flexor">'
@@ -74,13 +73,8 @@ def as_json(data: object) -> str:
 def write_page(path: Path, text: str) -> None:
     """Write a page, complete or not at all. A file that is not a page of Flexor's is not overwritten."""
     check_writable(path)
-    make_parents(path)
-    aside = path.with_name(f".{path.name}.{os.getpid()}.part")
-    try:
+    with replacing(make_parents(path)) as aside:
         aside.write_text(text, encoding="utf-8", errors="replace")  # a lone surrogate can't be written
-        aside.replace(path)
-    finally:
-        aside.unlink(missing_ok=True)
 
 
 def check_writable(path: Path, flag: str = "--output") -> None:

@@ -20,7 +20,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from flexor.core.errors import DatasetError
-from flexor.core.output_paths import check_output_folder
+from flexor.core.output_paths import check_output_folder, make_parents, replacing
 from flexor.core.paths import inside
 from flexor.data.format import stats as statistics
 from flexor.data.format.encode import VideoStream, VideoWriter
@@ -130,8 +130,7 @@ class DatasetFiles:
     def write_metadata(self, more: Mapping[str, Any] | None = None) -> None:
         """Write the metadata that makes the files a dataset, `info.json` last; `more` is added to `info.json`."""
         _write_tasks(self.root / "meta/tasks.parquet", self.tasks)
-        path = self.root / EPISODES_PATH.format(chunk_index=0, file_index=0)
-        path.parent.mkdir(parents=True, exist_ok=True)
+        path = make_parents(self.root / EPISODES_PATH.format(chunk_index=0, file_index=0))
         pq.write_table(pa.Table.from_struct_array(pa.array(self._episodes)), path)
         merged = statistics.to_json(statistics.aggregate_stats(self._stats))
         write_json(self.root / "meta/stats.json", merged)
@@ -207,8 +206,7 @@ class _TableFiles:
                 self.close()
         if self._parquet is None:
             self._number, self._rows = self._number + 1, 0
-            path = self._files.root / DATA_PATH.format(**self._place())
-            path.parent.mkdir(parents=True, exist_ok=True)
+            path = make_parents(self._files.root / DATA_PATH.format(**self._place()))
             self._sink = pa.OSFile(str(path), "wb")
             self._parquet = pq.ParquetWriter(self._sink, table.schema, compression="snappy")
         self._parquet.write_table(table, row_group_size=length)
@@ -233,7 +231,7 @@ class _VideoFiles:
         self._file: VideoWriter | None = None
         self._copied: dict[
             Path, int
-        ] = {}  # files that were copied unchanged -> their file number in this dataset
+        ] = {}  # files that were copied unchanged -> their numbers in this dataset
 
     def append(self, clip: PacketClip | FileClip) -> dict[str, Any]:
         if isinstance(clip, FileClip):
@@ -256,9 +254,7 @@ class _VideoFiles:
     def _copy(self, file: Path) -> dict[str, int]:
         if file not in self._copied:
             self.close()
-            path = self._next_path()
-            path.parent.mkdir(parents=True, exist_ok=True)
-            shutil.copyfile(file, path)
+            shutil.copyfile(file, make_parents(self._next_path()))
             self._copied[file] = self._number
         return self._place(self._copied[file])
 
@@ -291,7 +287,6 @@ def check_new_folder(root: Path) -> None:
 
 def _write_tasks(path: Path, tasks: Sequence[str]) -> None:
     """Write tasks.parquet with the metadata that makes pandas use the task strings as the index."""
-    path.parent.mkdir(parents=True, exist_ok=True)
     texts = {"pandas_type": "unicode", "numpy_type": "object"}
     pandas = {
         "index_columns": ["task"],
@@ -304,14 +299,12 @@ def _write_tasks(path: Path, tasks: Sequence[str]) -> None:
         "pandas_version": "2.0.0",
     }
     table = pa.table({"task_index": pa.array(range(len(tasks)), pa.int64()), "task": list(tasks)})
-    pq.write_table(table.replace_schema_metadata({"pandas": json.dumps(pandas)}), path)
+    pq.write_table(table.replace_schema_metadata({"pandas": json.dumps(pandas)}), make_parents(path))
 
 
 def write_json(path: Path, data: Any) -> None:
     """Write a JSON file atomically: it is complete, or it does not exist."""
-    aside = path.with_suffix(".json.part")
-    with aside.open("w", encoding="utf-8") as file:
+    with replacing(path) as aside, aside.open("w", encoding="utf-8") as file:
         json.dump(data, file, indent=4, ensure_ascii=False)
         file.flush()
         os.fsync(file.fileno())
-    aside.replace(path)

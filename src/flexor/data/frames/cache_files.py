@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 
 from flexor.core.machine import flush_to_disk
+from flexor.core.output_paths import replacing
 from flexor.data.frames.cache_folders import VERSION, CacheKey, read_header
 
 PAGE = 4096
@@ -103,10 +104,8 @@ def repair_files(cache: Path, plan: CachePlan) -> None:
             with (cache / name).open("wb") as file:
                 if name == "data":
                     file.truncate(length)
-                else:
-                    file.write(
-                        bytes(length)
-                    )  # read completely and often: a hole would need a page that may not be available
+                else:  # read completely and often: a hole would need a page that may not be available
+                    file.write(bytes(length))
     elif header["boot"] != boot or not boot:
         replace(cache / "ready", synced_marks(cache, plan.frames))
     else:
@@ -149,12 +148,7 @@ def boot_id() -> str:
 
 def replace(path: Path, content: bytes) -> None:
     """Replace a file atomically: it has the old or the new content, even after a power failure."""
-    aside = path.with_name(f"{path.name}.{os.getpid()}.partial")
-    try:
-        with aside.open("wb") as file:
-            file.write(content)
-            file.flush()
-            os.fsync(file.fileno())
-        aside.replace(path)
-    finally:
-        aside.unlink(missing_ok=True)
+    with replacing(path) as aside, aside.open("wb") as file:
+        file.write(content)
+        file.flush()
+        os.fsync(file.fileno())

@@ -7,8 +7,6 @@ What brings their features into one form is in `shared_schema.py`, in which shar
 
 from __future__ import annotations
 
-import hashlib
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
@@ -17,6 +15,7 @@ import numpy as np
 import torch
 
 from flexor.core.batch import DATASET_NUMBER
+from flexor.core.digest import hash_json
 from flexor.core.errors import DatasetError
 from flexor.core.log import Repeats
 from flexor.data.dataset import Dataset, Episodes
@@ -101,13 +100,13 @@ class MixedDataset(Dataset):
             )
             weights = sorted(member.episode_weights.items())
             identity += [[content, member.weight, sorted(member.rename_map.items()), weights]]
-        return _hash(identity)
+        return hash_json(identity)
 
     def content(self) -> str:
         if len(self.members) == 1 and not self.members[0].rename_map:
             return self.members[0].dataset.content()
         blank = sorted(self.schema.blank)
-        return _hash([[[m.dataset.content(), sorted(m.rename_map.items())] for m in self.members], blank])
+        return hash_json([[[m.dataset.content(), sorted(m.rename_map.items())] for m in self.members], blank])
 
     @property
     def source_kind(self) -> str:
@@ -118,10 +117,6 @@ class MixedDataset(Dataset):
     @property
     def stays_here(self) -> bool:
         return all(member.dataset.stays_here for member in self.members)
-
-
-def _hash(value: object) -> str:
-    return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()
 
 
 def join_datasets(
@@ -153,12 +148,8 @@ def join_datasets(
         absent={},
         tasks=tasks,
         stats=merged_stats(schema),
-        columns={
-            name: np.concatenate([member_columns[name] for member_columns in columns]) for name in columns[0]
-        },
-        strings={
-            name: [text for dataset in datasets for text in dataset.strings[name]] for name in schema.strings
-        },
+        columns={name: np.concatenate([part[name] for part in columns]) for name in columns[0]},
+        strings={name: [text for part in datasets for text in part.strings[name]] for name in schema.strings},
         episodes=_joined_episodes([dataset.episodes for dataset in datasets], first_episode, first_frame),
         skipped={
             int(first_episode[number]) + episode: f"{members[number].name}: {reason}"

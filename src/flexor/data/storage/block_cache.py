@@ -14,6 +14,7 @@ from pathlib import Path
 
 from flexor.core.log import log
 from flexor.core.machine import cache_folder
+from flexor.core.output_paths import replacing
 
 __all__ = ["BLOCK", "BlockCache", "block_cache"]
 
@@ -82,13 +83,8 @@ class BlockCache:
     def _write(self, path: Path, data: bytes) -> None:
         self._make_room(len(data))
         path.parent.mkdir(parents=True, exist_ok=True)
-        aside = path.with_name(f"{path.name}.{os.getpid()}.{threading.get_ident()}.partial")
-        try:
+        with replacing(path) as aside:
             aside.write_bytes(data)
-            aside.replace(path)
-        except OSError:
-            aside.unlink(missing_ok=True)
-            raise
 
     def _give_up_disk(self, error: OSError) -> None:
         with self._lock:
@@ -109,11 +105,8 @@ class BlockCache:
             self._used = (self._used or 0) + count
             self._since_scan += count
             # Other processes write too: check again from time to time, even if our count says there is space.
-            if (
-                was_counted
-                and self._used <= self.limit
-                and self._since_scan <= max(self.limit // 16, 64 * BLOCK)
-            ):
+            counted = was_counted and self._since_scan <= max(self.limit // 16, 64 * BLOCK)
+            if counted and self._used <= self.limit:
                 return
             self._since_scan = count
             self._used = count + self._remove_oldest(self.limit - count)

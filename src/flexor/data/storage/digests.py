@@ -18,15 +18,14 @@ from pathlib import Path
 
 from flexor.core.log import log
 from flexor.core.machine import cache_folder
+from flexor.core.output_paths import make_parents, replacing
 from flexor.data.storage.source import TABLES
 
 BLOCK = 16 << 10  # bytes
 BLOCKS = 8  # of a video, evenly spaced from its beginning to its end
 MANY = 5000  # files, which take seconds
 THREADS = 8  # each waits for the disk most of the time
-SETTLED_NS = (
-    2_000_000_000  # a file that was written later than this ago may be written to again in the same instant
-)
+SETTLED_NS = 2_000_000_000  # a file written to less than this ago may be written to again in the same instant
 
 Stamp = tuple[int, int, int, int]  # size, mtime, ctime, inode: each write to a file changes one of them
 
@@ -52,9 +51,8 @@ def _sampled(size: int) -> list[int]:
 
 def digests(root: Path, paths: Mapping[str, Path]) -> dict[str, str]:
     """The hash of each file {name: path} of the dataset in `root`."""
-    memory = (
-        cache_folder() / "digests" / f"{hashlib.sha256(str(root.absolute()).encode()).hexdigest()[:20]}.json"
-    )
+    name = hashlib.sha256(str(root.absolute()).encode()).hexdigest()[:20]
+    memory = cache_folder() / "digests" / f"{name}.json"
     remembered = _read(memory)
     stamps = {name: _stamp(path) for name, path in paths.items()}
     result = {
@@ -68,9 +66,8 @@ def digests(root: Path, paths: Mapping[str, Path]) -> dict[str, str]:
             log.info("hashing %d files of %s once, to notice later if they change", len(missing), root)
         with ThreadPoolExecutor(THREADS, thread_name_prefix="digest") as pool:
             result |= zip(missing, pool.map(file_digest, (paths[name] for name in missing)))
-        _remember(
-            memory, remembered, {name: (result[name], *stamps[name]) for name in _settled(missing, stamps)}
-        )
+        settled = _settled(missing, stamps)
+        _remember(memory, remembered, {name: (result[name], *stamps[name]) for name in settled})
     return {name: result[name] for name in paths}
 
 
@@ -95,11 +92,6 @@ def _read(memory: Path) -> dict[str, tuple]:
 def _remember(memory: Path, earlier: Mapping[str, tuple], new: Mapping[str, tuple]) -> None:
     if not new:
         return
-    aside = memory.with_name(f".{memory.name}.{os.getpid()}")
     with suppress(OSError):  # without it, the files are hashed again next time
-        memory.parent.mkdir(parents=True, exist_ok=True)
-        try:
+        with replacing(make_parents(memory)) as aside:
             aside.write_text(json.dumps({**earlier, **new}))
-            aside.replace(memory)
-        finally:
-            aside.unlink(missing_ok=True)

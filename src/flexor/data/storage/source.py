@@ -7,20 +7,20 @@ if they are not on this machine, only the needed parts are downloaded.
 
 import hashlib
 import itertools
-import json
 import os
 import re
 import threading
 from collections.abc import Iterable
-from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+from flexor.core.digest import hash_json
 from flexor.core.errors import DatasetError, first_line
 from flexor.core.log import log
 from flexor.core.machine import cache_folder
 from flexor.core.model_files import download
+from flexor.core.output_paths import replacing
 from flexor.core.paths import UnsafePath, inside, safe_name
 from flexor.core.secrets import HIDDEN, redacted, without_login
 from flexor.data.storage.block_cache import block_cache
@@ -87,7 +87,7 @@ class Source:
     def content(self, names: Iterable[str]) -> str:
         """A hash that changes when any of these files changes; computed without downloading them."""
         stats = [self.path(name).stat() for name in sorted(set(names)) if self.path(name).is_file()]
-        return _hash([(stat.st_size, stat.st_mtime_ns) for stat in stats])
+        return hash_json([(stat.st_size, stat.st_mtime_ns) for stat in stats])
 
     def holds(self, count: int) -> bool:
         """Whether `count` bytes of videos can be stored on this machine."""
@@ -160,7 +160,7 @@ class HubSource(Source):
             self._download(missing)
 
     def content(self, names: Iterable[str]) -> str:
-        return _hash([self.repo_id, self.root.name])  # the snapshot's folder is named after its commit
+        return hash_json([self.repo_id, self.root.name])  # the snapshot's folder is named after its commit
 
     def holds(self, count: int) -> bool:
         return not self.streams or count <= self._blocks.limit
@@ -212,9 +212,8 @@ class HubSource(Source):
     def _snapshot(self, patterns: "list[str]", revision: str, local_files_only: bool) -> Path | None:
         cache = lerobot_home() / "hub"
         try:
-            root = download(
-                self.repo_id, patterns, revision, kind="dataset", cache=cache, cached_only=local_files_only
-            )
+            options: Any = {"kind": "dataset", "cache": cache, "cached_only": local_files_only}
+            root = download(self.repo_id, patterns, revision, **options)
         except Exception:
             if local_files_only:
                 return None
@@ -222,12 +221,10 @@ class HubSource(Source):
         return root if (root / "meta" / "info.json").is_file() else None
 
     def _unreachable(self, error: Exception) -> DatasetError:
-        reason = first_line(error)
         return DatasetError(
             f"dataset {self.repo_id} is missing or incomplete in {lerobot_home()} and can't be downloaded from the "
-            f"Hub: {reason}. "
-            f"Check the name and the network (a private dataset needs `hf auth login`), or give its folder "
-            f"with --dataset.root"
+            f"Hub: {first_line(error)}. Check the name and the network (a private dataset needs `hf auth login`), or "
+            f"give its folder with --dataset.root"
         )
 
 
@@ -302,7 +299,7 @@ class FsspecSource(Source):
         return set().union(*itertools.takewhile(bool, map(chunk, itertools.count())))
 
     def content(self, names: Iterable[str]) -> str:
-        return _hash([self.root.name])  # named after the address and meta/info.json
+        return hash_json([self.root.name])  # named after the address and meta/info.json
 
     def holds(self, count: int) -> bool:
         return count <= self._blocks.limit
@@ -317,7 +314,7 @@ class FsspecSource(Source):
         if not target.is_file() or target.stat().st_size != self.size(name):
             return False
         version = _version_file(target)
-        return version.is_file() and version.read_text() == _hash(self._remote(name).identity)
+        return version.is_file() and version.read_text() == hash_json(self._remote(name).identity)
 
     def _remote(self, name: str) -> RemoteFile:
         address, info = f"{self.address}/{name}", self._info(name)
@@ -346,10 +343,9 @@ class FsspecSource(Source):
             if self._names is None:
                 # Over HTTP, a folder that fails would silently be missing from the list.
                 options = {"on_error": "raise"} if self._is_http else {}
+                find = partial(self.fs.find, self.base, **options)
                 try:
-                    paths = retrying(
-                        f"the list of files of {self.address}", lambda: self.fs.find(self.base, **options)
-                    )
+                    paths = retrying(f"the list of files of {self.address}", find)
                 except DatasetError as error:
                     log.warning("%s can't be listed (%s); checking each file instead", self.address, error)
                     paths = []
@@ -358,35 +354,26 @@ class FsspecSource(Source):
             return self._names
 
     def _copy(self, name: str, target: Path) -> None:
-        # Written under a temporary name and renamed, so that an interrupted copy is never used as the file.
-        aside = target.with_name(f"{target.name}.{os.getpid()}.partial")
         file = self._remote(name)
         try:
             target.parent.mkdir(parents=True, exist_ok=True)
-            try:
-                copy_file(file, aside)
-            except NoRanges:
-                retrying(file.name, lambda: self.fs.get_file(f"{self.base}/{name}", str(aside)))
-            _version_file(target).unlink(missing_ok=True)
-            aside.replace(target)
-            _version_file(target).write_text(_hash(file.identity))
+            with replacing(target) as aside:
+                try:
+                    copy_file(file, aside)
+                except NoRanges:
+                    retrying(file.name, lambda: self.fs.get_file(f"{self.base}/{name}", str(aside)))
+                _version_file(target).unlink(missing_ok=True)
+            _version_file(target).write_text(hash_json(file.identity))
         except OSError as error:
             raise DatasetError(
                 f"{self.address}/{name} can't be copied to {target}: {error}. Free some space, or set "
                 f"$FLEXOR_CACHE to a folder on another disk"
             ) from error
-        finally:
-            with suppress(OSError):
-                aside.unlink(missing_ok=True)
 
 
 def _version_file(copy: Path) -> Path:
     """Says of which version of a file this is the copy."""
     return copy.with_name(f".{copy.name}.version")
-
-
-def _hash(value: object) -> str:
-    return hashlib.sha256(json.dumps(value).encode()).hexdigest()
 
 
 def find_source(
