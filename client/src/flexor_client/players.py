@@ -80,9 +80,8 @@ class SentHistory:
         if self.steps is None:
             return self._observations[-1]
         # At the start of an episode the first observation is repeated, as in training.
-        window = [
-            self._observations[max(0, len(self._observations) - 1 + step)] for step in self.steps if step <= 0
-        ]
+        now = len(self._observations) - 1
+        window = [self._observations[max(0, now + step)] for step in self.steps if step <= 0]
         return {name: [observation[name] for observation in window] for name in window[-1]}
 
 
@@ -271,11 +270,9 @@ class RealTimePlayer(_Player):
         delay = min(self.timeline.delay, len(remaining))
         if self._blend_steps is not None:  # beyond, nothing of the new chunk is mixed with the last
             remaining = remaining[: delay + self._blend_steps]
-        return (
-            {"previous": np.ascontiguousarray(remaining, np.float32), "delay": delay}
-            if len(remaining)
-            else {}
-        )
+        if not len(remaining):
+            return {}
+        return {"previous": np.ascontiguousarray(remaining, np.float32), "delay": delay}
 
     def _receive(self) -> None:
         """Take over a chunk that has arrived."""

@@ -12,7 +12,6 @@ from concurrent.futures import ThreadPoolExecutor
 from concurrent.futures import TimeoutError as TookTooLong
 from contextlib import ExitStack, suppress
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Callable
 
 import numpy as np
@@ -123,9 +122,7 @@ class RemotePolicy:
     def __enter__(self) -> RemotePolicy:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def _pack(self, observation: Mapping[str, Any], options: Mapping[str, Any]) -> bytes:
@@ -141,13 +138,10 @@ class RemotePolicy:
             return value
         if isinstance(value, Mapping):
             return {name: self._compress(item) for name, item in value.items()}
-        if isinstance(value, list) or (
-            isinstance(value, np.ndarray) and value.ndim == 4 and value.dtype == np.uint8
-        ):
+        is_image = isinstance(value, np.ndarray) and value.dtype == np.uint8
+        if isinstance(value, list) or (is_image and value.ndim == 4):
             return [self._compress(image) for image in value]
-        if isinstance(value, np.ndarray) and value.ndim == 3 and value.dtype == np.uint8:
-            return encode_jpeg(value, self.jpeg)
-        return value
+        return encode_jpeg(value, self.jpeg) if is_image and value.ndim == 3 else value
 
     def _retry(self, ask: Callable[[], Any]) -> Any:
         """What `ask` returns, tried again while the server is lost, with growing pauses."""

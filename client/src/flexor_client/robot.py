@@ -63,15 +63,11 @@ class RobotNames:
         unknown = sorted(rename.keys() - features.keys())
         if unknown:
             raise ClientError(f"rename: the robot has no {', '.join(unknown)}; it has {', '.join(features)}.")
-        self.cameras = {
-            name: rename.get(name, IMAGES + name)
-            for name, form in features.items()
-            if isinstance(form, tuple)
-        }
-        self.numbers = [name for name in features if name not in self.cameras and name not in rename]
-        self.renamed_numbers = {
-            name: rename[name] for name in features if name not in self.cameras and name in rename
-        }
+        cameras = [name for name, form in features.items() if isinstance(form, tuple)]
+        self.cameras = {name: rename.get(name, IMAGES + name) for name in cameras}
+        numbers = [name for name in features if name not in self.cameras]
+        self.numbers = [name for name in numbers if name not in rename]
+        self.renamed_numbers = {name: rename[name] for name in numbers if name in rename}
         self.actions = list(robot.action_features)
         if action_names is not None:
             if sorted(action_names) != sorted(self.actions):

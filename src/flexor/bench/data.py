@@ -74,9 +74,8 @@ def bench_data(config: TrainConfig, options: Options) -> dict[str, Any]:
     threads = max(1, config.num_workers) * options.ranks
     with PeakMemory() as memory:
         at_start = memory.total
-        measured = (
-            [_measure(config, options, 0, None)] if options.ranks == 1 else _measure_ranks(config, options)
-        )
+        alone = options.ranks == 1
+        measured = [_measure(config, options, 0, None)] if alone else _measure_ranks(config, options)
     dataset, _ = build_datasets(config.dataset)
     cameras = _sample(config, options.mode, dataset)[1]
     limits = measure_limits(dataset, cameras, threads, options.device, config.batch_size)
@@ -242,9 +241,8 @@ def _edges(loader: Loader, options: Options) -> list[int]:
 def _shuffle(loader: Loader) -> dict[str, float]:
     """How well the first epoch is shuffled."""
     rows, dataset = loader.rows, loader.dataset
-    quality = shuffle_quality(
-        loader.order, dataset.episode_of(rows), rows, batch=loader.global_batch, fps=dataset.fps
-    )
+    episodes = dataset.episode_of(rows)
+    quality = shuffle_quality(loader.order, episodes, rows, loader.global_batch, dataset.fps)
     return {**asdict(quality), "effective_batch": quality.effective_batch}
 
 

@@ -44,9 +44,8 @@ class Limits:
 
 
 def measure_limits(dataset: Dataset, cameras: Sequence[str], threads: int, device: str, batch: int) -> Limits:
-    return Limits(
-        decode_limit(dataset, cameras, threads), memory_limit(dataset, cameras, threads, device, batch)
-    )
+    decode = decode_limit(dataset, cameras, threads)
+    return Limits(decode, memory_limit(dataset, cameras, threads, device, batch))
 
 
 def is_remote(dataset: Dataset, cameras: Sequence[str]) -> bool:
@@ -58,9 +57,8 @@ def is_remote(dataset: Dataset, cameras: Sequence[str]) -> bool:
 def decode_limit(dataset: Dataset, cameras: Sequence[str], threads: int, seconds: float = SECONDS) -> float:
     """Frames per second of decoding with this many threads; frames are dropped."""
     runs = _runs(dataset, cameras)
-    order = np.random.default_rng(0).permutation(
-        len(runs)
-    )  # a pass that ends early must not use only one camera
+    # a pass that ends early must not use only one camera
+    order = np.random.default_rng(0).permutation(len(runs))
     return max(_decode_pass([runs[i] for i in order], threads, seconds) for _ in range(PASSES))
 
 
@@ -135,9 +133,8 @@ def memory_limit(
 ) -> float:
     """Frames per second of copying images of the cameras' sizes from random places into a batch."""
     host = device == "host"  # planes, as they are transferred to a GPU
-    sizes = [
-        dataset.store.format(c).nbytes if host else int(np.prod(dataset.features[c].chw)) for c in cameras
-    ]
+    formats, features = dataset.store.format, dataset.features
+    sizes = [formats(c).nbytes if host else int(np.prod(features[c].chw)) for c in cameras]
     size, device = max(1, sum(sizes) // max(1, len(sizes))), "cpu" if host else device
     frames = max(batch, GATHERED // size)
     source = torch.zeros(frames, size, dtype=torch.uint8, device=device)

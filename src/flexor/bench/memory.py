@@ -13,7 +13,6 @@ import os
 import threading
 import time
 from pathlib import Path
-from types import TracebackType
 
 PROC = Path("/proc")
 INTERVAL_S = 0.2
@@ -27,9 +26,7 @@ class PeakMemory:
         self.pid = os.getpid() if pid is None else pid
         self.interval = interval
         self.total = 0
-        self.without_files = (
-            0  # without memory that is only mapped from files on disk: the kernel may drop it
-        )
+        self.without_files = 0  # without memory only mapped from files on disk: the kernel may drop it
         self.rss = 0
         self._high_water: dict[int, int] = {}
         self._stop = threading.Event()
@@ -72,9 +69,7 @@ class PeakMemory:
         self._thread.start()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._stop.set()
         self._thread.join()
         self.sample()

@@ -77,14 +77,10 @@ class NoModel(Pretrained):
 def no_model(cameras: tuple[int, int, int], state: int = 14, action: int = 14) -> Predictor:
     """A predictor without a policy. `cameras`: number, height, width."""
     count, height, width = cameras
+    image = PolicyFeature(Kind.VISUAL, (3, height, width))
+    images = {f"observation.images.{n}": image for n in range(count)}
     config = ACTConfig(
-        input_features={
-            STATE: PolicyFeature(Kind.STATE, (state,)),
-            **{
-                f"observation.images.{n}": PolicyFeature(Kind.VISUAL, (3, height, width))
-                for n in range(count)
-            },
-        },
+        input_features={STATE: PolicyFeature(Kind.STATE, (state,)), **images},
         output_features={ACTION: PolicyFeature(Kind.ACTION, (action,))},
     )
     return Predictor(NoModel(EmptyPolicy(config), *config.pipelines({}, "cpu")))
@@ -108,9 +104,8 @@ def bench_serve(
     about: dict[str, Any] = {}
     for predictor in predictors:
         cases = [ServeCase(n, e, max(2, requests // n)) for n in clients for e in encodings]
-        settings = ServeSettings(
-            port=0, requests_per_s=1e9, max_clients=max(clients) + 1, processes=processes
-        )
+        most = max(clients) + 1
+        settings = ServeSettings(port=0, requests_per_s=1e9, max_clients=most, processes=processes)
         server = PolicyServer(settings, predictor)
         cameras = [list(feature.shape) for feature in predictor.config.images.values()]
         modelless = isinstance(predictor.pretrained, NoModel)
@@ -130,13 +125,8 @@ def bench_serve(
 
 def _measure(case: ServeCase, url: str, inputs: dict[str, Any]) -> dict[str, Any]:
     """Start the clients, let them send requests at the same time, and merge their measurements."""
-    settings = {
-        "url": url,
-        "inputs": inputs,
-        "encoding": case.encoding,
-        "requests": case.requests,
-        "warm_up": WARM_UP,
-    }
+    settings = {"url": url, "inputs": inputs, "warm_up": WARM_UP}
+    settings |= {"encoding": case.encoding, "requests": case.requests}
     with ExitStack() as stack:
         robots = [_start(stack, {**settings, "seed": seed}) for seed in range(case.clients)]
         for robot in robots:

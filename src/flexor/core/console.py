@@ -26,14 +26,8 @@ def progress(label: str) -> Progress:
     def report(done: int, total: int) -> None:
         nonlocal bar
         if bar is None:
-            bar = tqdm(
-                total=total,
-                desc=one_line(label),
-                file=sys.stderr,
-                leave=False,
-                dynamic_ncols=True,
-                disable=None,
-            )
+            options: dict[str, Any] = {"file": sys.stderr, "leave": False, "dynamic_ncols": True}
+            bar = tqdm(total=total, desc=one_line(label), disable=None, **options)
         bar.update(done - bar.n)
         if done >= total:
             bar.close()
@@ -67,6 +61,5 @@ def table(rows: Sequence[Sequence[object]]) -> str:
     """Rows of cells in aligned columns."""
     cells = [[one_line(str(cell)) for cell in row] for row in rows]
     widths = [max(len(row[i]) for row in cells) for i in range(len(cells[0]))]
-    return "\n".join(
-        "  ".join(cell.ljust(width) for cell, width in zip(row, widths)).rstrip() for row in cells
-    )
+    lines = ("  ".join(cell.ljust(width) for cell, width in zip(row, widths)) for row in cells)
+    return "\n".join(line.rstrip() for line in lines)

@@ -50,7 +50,7 @@ def _clean_up(graph: torch.cuda.CUDAGraph, pool: Pool, stream: torch.cuda.Stream
 
 
 def why_not_captured(error: BaseException, capturing_file: str) -> str:
-    """What went wrong, and the line of the policy where it did. `by`: the file that captures, which is not to blame."""
+    """What went wrong, and the line of the policy where it did. `capturing_file` is not to blame."""
     while error.__context__ is not None:  # ending a capture that went wrong fails too, and says less
         error = error.__context__
     message = (str(error).strip() or type(error).__name__).splitlines()[0].rstrip(".")

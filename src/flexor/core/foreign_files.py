@@ -112,7 +112,7 @@ def _check_yaml(text: str) -> None:
     sizes: dict[str, int] = {}  # of anchors: how many values an alias repeats
     unfinished: list[
         tuple[str | None, int]
-    ] = []  # anchors of open collections, and the total where they began
+    ] = []  # anchors of open collections, and the totals where they began
     for event in yaml.parse(text, QuickLoader):
         if isinstance(event, yaml.AliasEvent):
             if event.anchor not in sizes:

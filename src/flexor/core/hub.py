@@ -104,9 +104,8 @@ class HubRepository:
 
         with self._explained():
             url = hf_hub_url(self.repo_id, name, repo_type=self.kind, revision=revision)
-            with get_session().stream(
-                "GET", url, headers=build_hf_headers(), follow_redirects=True
-            ) as answer:
+            options: dict[str, Any] = {"headers": build_hf_headers(), "follow_redirects": True}
+            with get_session().stream("GET", url, **options) as answer:
                 if answer.status_code == 404:
                     return None
                 if answer.status_code >= 400:
@@ -178,10 +177,9 @@ class HubRepository:
             progress(done, total)
 
     def _download(self, name: str, folder: Path, revision: str) -> None:
+        options: dict[str, Any] = {"repo_type": self.kind, "revision": revision, "local_dir": str(folder)}
         with self._explained() as api:
-            api.hf_hub_download(
-                self.repo_id, name, repo_type=self.kind, revision=revision, local_dir=str(folder)
-            )
+            api.hf_hub_download(self.repo_id, name, **options)
 
     @contextmanager
     def _explained(self) -> Iterator[HfApi]:

@@ -121,19 +121,16 @@ def explain(error: Exception, url: str) -> HubError:
         return HubError(f"The Hub rejects the card (README.md): {reason} Check the licence and the tags.")
     answer = next((cause for cause in chain if isinstance(cause, HfHubHTTPError)), None)
     if answer is not None:
-        return _rejected(
-            http_status(answer) or 0, answer.server_message or first_line(answer), url, retry_after(answer)
-        )
+        message = answer.server_message or first_line(answer)
+        return _rejected(http_status(answer) or 0, message, url, retry_after(answer))
     if any(isinstance(cause, OfflineModeIsEnabled) for cause in chain):
         return HubError("HF_HUB_OFFLINE is set, so the Hub can't be used. Unset it.", offline=True)
     message = without_token(first_line(chain[-1]))
-    if status := re.search(
-        r"HTTP status \w+ error \((\d{3})", message
-    ):  # of hf_xet, which uploads large files
+    # of hf_xet, which uploads large files
+    if status := re.search(r"HTTP status \w+ error \((\d{3})", message):
         return _rejected(int(status[1]), message, url)
-    unreachable = isinstance(
-        error, json.JSONDecodeError | LocalEntryNotFoundError
-    )  # an error page; no answer
+    # an error page; no answer
+    unreachable = isinstance(error, json.JSONDecodeError | LocalEntryNotFoundError)
     if isinstance(error, ValueError | FileNotFoundError | PermissionError) and not unreachable:
         return HubError(f"The upload to {url} failed: {message}")
     return HubError(f"Can't reach {url}: {message}. Check the network.", may_help=True)

@@ -131,13 +131,10 @@ class Repeats:
     def tell(self, last: bool = False) -> None:
         """Log new warnings. Repeats of an already logged warning are only logged on the `last` call."""
         with self._lock:
-            new_texts = [
-                t for t, examples in self._examples.items() if len(examples) > self._logged.get(t, 0)
-            ]
-            new_texts = [text for text in new_texts if last or text not in self._logged]
-            lines = [
-                with_examples(text % len(self._examples[text]), self._examples[text]) for text in new_texts
-            ]
-            self._logged |= {text: len(self._examples[text]) for text in new_texts}
-        for text in lines:
-            log.warning("%s", text)
+            counts = {text: len(examples) for text, examples in self._examples.items()}
+            new = {text: count for text, count in counts.items() if count > self._logged.get(text, 0)}
+            new = {text: count for text, count in new.items() if last or text not in self._logged}
+            lines = [with_examples(text % count, self._examples[text]) for text, count in new.items()]
+            self._logged |= new
+        for line in lines:
+            log.warning("%s", line)

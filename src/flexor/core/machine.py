@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import math
 import os
+import re
 import sys
+from contextlib import suppress
 from pathlib import Path
 
 from flexor.core import cgroups
@@ -18,9 +20,9 @@ def total_memory() -> int:
 def free_memory() -> int:
     """Bytes of RAM that are free now, within the limit of this container or job if it has one."""
     free = total_memory()  # macOS does not report free memory
-    for line in _lines(Path("/proc/meminfo")):
-        if line.startswith("MemAvailable:"):
-            free = int(line.split()[1]) * 1024
+    with suppress(OSError):
+        available = re.search(r"^MemAvailable: *(\d+) kB", Path("/proc/meminfo").read_text(), re.MULTILINE)
+        free = int(available[1]) * 1024 if available else free
     limited = cgroups.memory_limit(total_memory())
     return min(free, max(limited[0] - limited[1], 0)) if limited else free
 
@@ -55,13 +57,6 @@ def flush_to_disk(path: Path) -> None:
 def gigabytes(count: int) -> str:
     """Bytes in human-readable form."""
     return f"{count / 1e9:.2f} GB" if count >= 1e8 else f"{count / 1e6:.1f} MB"
-
-
-def _lines(path: Path) -> list[str]:
-    try:
-        return path.read_text().splitlines()
-    except OSError:
-        return []
 
 
 def let_gpu_memory_grow() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable
+from itertools import groupby
 
 ON_ONE_LINE = 3  # more names than these get a line each
 
@@ -39,18 +40,14 @@ def _merged(rows: set[tuple[str, ...]], place: int, numbers: bool) -> set[tuple[
         else:
             merged.setdefault((*row[:place], "", *row[place + 1 :]), []).append(part)
     for around, parts in merged.items():
-        joined = _ranges(sorted(map(int, parts))) if numbers else sorted(parts)
+        runs = consecutive(sorted(map(int, parts))) if numbers else []
+        joined = [f"{run[0]}..{run[-1]}" if len(run) > 1 else str(run[0]) for run in runs] or sorted(parts)
         word = f"{{{','.join(joined)}}}" if len(parts) > 1 else parts[0]
         result.add((*around[:place], word, *around[place + 1 :]))
     return result
 
 
-def _ranges(numbers: list[int]) -> list[str]:
-    """[0, 1, 2, 5] -> ["0..2", "5"]."""
-    runs: list[list[int]] = []
-    for number in numbers:
-        if runs and number == runs[-1][-1] + 1:
-            runs[-1].append(number)
-        else:
-            runs.append([number])
-    return [f"{run[0]}..{run[-1]}" if len(run) > 1 else str(run[0]) for run in runs]
+def consecutive(numbers: Iterable[int]) -> list[list[int]]:
+    """[0, 1, 2, 5] -> [[0, 1, 2], [5]]."""
+    runs = groupby(enumerate(numbers), lambda place: place[1] - place[0])
+    return [[number for _, number in run] for _, run in runs]

@@ -86,10 +86,8 @@ def files_to_push(root: Path, hidden: bool = False, top: Collection[str] | None 
     """
     files: dict[str, Path] = {}
     for where, folders, names in os.walk(root, followlinks=True):  # those that are not refused
-        is_top = top is not None and Path(where) == root
-        pushed = {
-            n for n in (*folders, *names) if (hidden or n[0] != ".") and (not is_top or n in (top or ()))
-        }
+        pushed = {name for name in (*folders, *names) if hidden or name[0] != "."}
+        pushed &= {*top} if top is not None and Path(where) == root else pushed
         folders[:] = [name for name in folders if name in pushed]
         for path in (Path(where) / name for name in pushed):
             _refuse_link(root, path)

@@ -112,9 +112,8 @@ class NoiseKeys:
 
     def __init__(self, device: torch.device, rows: int | None = None):
         self.places: dict[str, int] = {}
-        self.values = torch.zeros(
-            self.MOST, *([] if rows is None else [rows]), dtype=torch.int64, device=device
-        )
+        shape = (self.MOST,) if rows is None else (self.MOST, rows)
+        self.values = torch.zeros(shape, dtype=torch.int64, device=device)
 
     def of(self, name: str) -> Tensor:
         place = self.places.setdefault(name, len(self.places))

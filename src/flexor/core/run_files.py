@@ -21,9 +21,7 @@ WEIGHTS = "model.safetensors"
 SPLIT_WEIGHTS = "model.safetensors.index.json"  # of other programs: which file has which weight
 TRAINING_STATE = "training_state"  # of a checkpoint: what resuming needs besides the policy
 SHARDS = "sharded"  # of the training state: each rank's part of the tensors
-MANIFEST = (
-    f"{TRAINING_STATE}/manifest.json"  # of a checkpoint: written last, so a folder that has it is complete
-)
+MANIFEST = f"{TRAINING_STATE}/manifest.json"  # of a checkpoint: written last, so a folder with it is complete
 
 
 def sent_file(folder: Path, tracker: str) -> Path:

@@ -35,9 +35,8 @@ _SAMPLED_RUN = b"\1" * (SHORTEST_TOKEN // STRIDE)
 
 def find_secret(content: Path | bytes, own_secrets: dict[str, str]) -> str | None:
     """What a file contains that others must not read; None if nothing. `own_secrets`: the user's, by value."""
-    secrets = {
-        value.encode(errors="surrogateescape"): f"your {label}" for value, label in own_secrets.items()
-    }
+    encoded = {value.encode(errors="surrogateescape"): label for value, label in own_secrets.items()}
+    secrets = {value: f"your {label}" for value, label in encoded.items()}
     for block in _blocks(content, max([OVERLAP, *map(len, secrets)])):
         label = _find(block, secrets)
         if label is not None:

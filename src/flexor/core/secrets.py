@@ -83,9 +83,7 @@ def _redacted_values(value: Any, secrets: Iterable[str]) -> Any:
     if isinstance(value, str):
         return value if value.startswith("data:") else _redacted(value, secrets)  # data: an image in a page
     if isinstance(value, dict):
-        return {
-            _redacted_values(key, secrets): _redacted_values(part, secrets) for key, part in value.items()
-        }
+        return {_redacted_values(k, secrets): _redacted_values(v, secrets) for k, v in value.items()}
     if isinstance(value, list | tuple):
         return [_redacted_values(part, secrets) for part in value]
     return value

@@ -48,7 +48,7 @@ def local(tensor: Tensor) -> Tensor:
 
 
 def as_part(local_part: Tensor, template: Tensor, mesh: DeviceMesh | None = None) -> Tensor:
-    """Wrap `own` as this rank's part of a tensor sharded like `like`, on `mesh` if given, else on like's mesh."""
+    """Wrap `local_part` as this rank's part of a tensor sharded like `template`, on `mesh` or the template's mesh."""
     if not is_sharded(template):
         return local_part
     from torch.distributed.tensor import DTensor
@@ -80,7 +80,7 @@ def part(tensor: Tensor) -> slice:
 
 @torch.no_grad()
 def copy_part(target: Tensor, full: Tensor) -> None:
-    """Copy this rank's part of `whole` into `target`."""
+    """Copy this rank's part of `full` into `target`."""
     local(target).copy_(full[part(target)] if is_sharded(target) else full)
 
 

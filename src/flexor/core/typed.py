@@ -56,16 +56,8 @@ class Rules:
         )
         if low and (self.less_than is None or value < self.less_than):
             return None
-        parts = [
-            f"{words} {limit:g}"
-            for words, limit in (
-                ("at least", self.at_least),
-                ("more than", self.more_than),
-                ("less than", self.less_than),
-            )
-            if limit is not None
-        ]
-        return " and ".join(parts)
+        limits = {"at least": self.at_least, "more than": self.more_than, "less than": self.less_than}
+        return " and ".join(f"{words} {limit:g}" for words, limit in limits.items() if limit is not None)
 
 
 def setting(default: Any, **rules: Any) -> Any:
@@ -306,11 +298,8 @@ def _coerce(value: Any, expected: Any, where: str) -> Any:
         items = value if isinstance(value, dict) else _refuse(value)
         return {_coerce(k, args[0], where): coerce(v, args[1], join(where, k)) for k, v in items.items()}
     if dataclasses.is_dataclass(expected):
-        return (
-            value
-            if isinstance(value, typing.cast(type, expected))
-            else from_plain(typing.cast(type, expected), value, where)
-        )
+        cls = typing.cast(type, expected)
+        return value if isinstance(value, cls) else from_plain(cls, value, where)
     return _coerce_scalar(value, expected)
 
 

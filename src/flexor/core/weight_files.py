@@ -43,9 +43,8 @@ class WeightFiles:
 
     def names_of_files(self, tensors: Iterable[str]) -> set[str]:
         """The names of the files that have these tensors."""
-        return (
-            {WEIGHTS} if self.index is None else {self.index[name] for name in tensors if name in self.index}
-        )
+        index = self.index
+        return {WEIGHTS} if index is None else {index[name] for name in tensors if name in index}
 
     def described(self) -> dict[str, Tensor]:
         """All tensors, without memory."""

@@ -31,10 +31,7 @@ class DataIdentity:
 
     def summary(self) -> dict[str, str | None]:
         """What a checkpoint has of it: one hash of each."""
-        return {
-            "tables": hash_json(self.tables),
-            "videos": None if self.videos is None else hash_json(self.videos),
-        }
+        return {name: None if hashes is None else hash_json(hashes) for name, hashes in vars(self).items()}
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)

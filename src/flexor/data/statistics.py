@@ -22,9 +22,7 @@ from flexor.data.format.stats import (
     vector_stats,
 )
 
-CHUNKS_AT_ONCE = (
-    50_000  # as in LeRobot: quantiles depend on it, because a histogram is widened between two parts
-)
+CHUNKS_AT_ONCE = 50_000  # as in LeRobot: a histogram is widened between two parts, so quantiles depend on it
 
 
 def compute_stats(
@@ -68,12 +66,8 @@ def relative_action_stats(
     actions, states = (dataset.columns[name].astype(np.float32) for name in (ACTION, state_name))
     actions, states = (x[:, None] if x.ndim == 1 else x for x in (actions, states))
     chunk = min(chunk, int(dataset.episodes.length.max()))
-    starts = np.concatenate(
-        [
-            np.arange(start, start + length - chunk + 1)
-            for start, length in zip(dataset.episodes.start, dataset.episodes.length)
-        ]
-    )
+    spans = zip(dataset.episodes.start, dataset.episodes.end - chunk + 1)
+    starts = np.concatenate([np.arange(start, end) for start, end in spans])
     moving = np.flatnonzero(relative)
     running = RunningStats()
     for first in range(0, len(starts), CHUNKS_AT_ONCE):
@@ -88,18 +82,17 @@ def relative_action_stats(
 
 def _episode_stats(dataset: Dataset, features: Sequence[str], start: int, length: int) -> dict[str, Stats]:
     cameras = [name for name in features if name in dataset.cameras]
-    result = {
-        n: vector_stats(dataset.columns[n][start : start + length]) for n in features if n not in cameras
-    }
+    rows = slice(start, start + length)
+    result = {name: vector_stats(dataset.columns[name][rows]) for name in features if name not in cameras}
     if cameras:
-        rows = start + sample_indices(length)
-        images = dataset.read(rows, cameras=cameras)
+        sampled = start + sample_indices(length)
+        images = dataset.read(sampled, cameras=cameras)
         for name in cameras:
             if dataset.features[name].depth is not None:
                 result[name] = depth_stats(images[name])
                 continue
             counts = sum(pixel_counts(image) for image in np.moveaxis(images[name], 1, -1))  # [n, H, W, C]
-            result[name] = image_stats(np.asarray(counts), len(rows))
+            result[name] = image_stats(np.asarray(counts), len(sampled))
     return result
 
 
@@ -119,7 +112,5 @@ def in_stored_unit(dataset: Dataset, stats: dict[str, Stats]) -> dict[str, Stats
         if feature.depth is None or name not in stats:
             continue
         factor = feature.depth.reading(dataset.store.depth_unit).factor
-        result[name] = {
-            key: value if key == "count" else value / factor for key, value in stats[name].items()
-        }
+        result[name] = {k: v if k == "count" else v / factor for k, v in stats[name].items()}
     return result

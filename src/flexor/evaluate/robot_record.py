@@ -16,7 +16,7 @@ from flexor.core.console import Progress
 from flexor.core.errors import ConfigError, FlexorError
 from flexor.data.format.writer import DatasetWriter
 from flexor.evaluate.served import ServerAddress, client_errors
-from flexor_client import ActionLimits, ClientError, RealTimePlayer, RobotNames, drive
+from flexor_client import ActionLimits, ClientError, RealTimePlayer, RemotePolicy, RobotNames, drive
 
 ROBOT_ANSWER_S = 5.0  # then the connection is made anew; the robot holds long before
 PARTS = ("observation_features", "action_features", "get_observation", "send_action", "connect", "disconnect")
@@ -59,6 +59,17 @@ class RobotSession:
     beyond_training: float | None = 1.0
     codec: str = "h264"
 
+    def player(self, policy: RemotePolicy, clock: Callable[[], float]) -> RealTimePlayer:
+        return RealTimePlayer(
+            policy,
+            self.fps,
+            execute=self.execute,
+            when_lost=self.when_lost,
+            limits=self.limits,
+            beyond_training=self.beyond_training,
+            clock=clock,
+        )
+
 
 def record_robot(
     root: Path,
@@ -78,22 +89,9 @@ def record_robot(
     names = RobotNames(robot, session.rename)
     counts = {"episodes": 0, "frames": 0, "held": 0}
     with client_errors(), server.open(ROBOT_ANSWER_S, reconnect_s=0.0) as policy:
-        player = RealTimePlayer(
-            policy,
-            session.fps,
-            execute=session.execute,
-            when_lost=session.when_lost,
-            limits=session.limits,
-            beyond_training=session.beyond_training,
-            clock=clock,
-        )
-        writer = DatasetWriter(
-            root,
-            session.fps,
-            robot_features(robot, names),
-            robot_type=getattr(robot, "name", None),
-            codec=session.codec,
-        )
+        player = session.player(policy, clock)
+        features, robot_type = robot_features(robot, names), getattr(robot, "name", None)
+        writer = DatasetWriter(root, session.fps, features, robot_type=robot_type, codec=session.codec)
         stopped: BaseException | None = None
         robot.connect()
         try:
@@ -131,12 +129,11 @@ def _finish(writer: DatasetWriter, episodes: int, stopped: BaseException | None)
     writer.discard_episode()
     if episodes:
         writer.close()
+    if isinstance(stopped, KeyboardInterrupt):
+        raise stopped
     if stopped is not None:
-        outcome = (
-            f"{episodes} episodes before it are kept in {writer.root}" if episodes else "Nothing was recorded"
-        )
-        if isinstance(stopped, KeyboardInterrupt):
-            raise stopped
+        kept = f"{episodes} episodes before it are kept in {writer.root}"
+        outcome = kept if episodes else "Nothing was recorded"
         raise FlexorError(f"{stopped} {outcome}.") from stopped
 
 
@@ -165,21 +162,15 @@ class RobotFrames:
 
 def robot_features(robot: Any, names: RobotNames) -> dict[str, dict[str, Any]]:
     """The features of a dataset of this robot, under the names that a policy gets."""
-    features: dict[str, dict[str, Any]] = {
-        policy_name: {
-            "dtype": "video",
-            "shape": tuple(robot.observation_features[name]),
-            "names": ["height", "width", "channels"],
-        }
-        for name, policy_name in names.cameras.items()
-    }
+    features: dict[str, dict[str, Any]] = {}
+    axes = ["height", "width", "channels"]
+    for name, policy_name in names.cameras.items():
+        shape = tuple(robot.observation_features[name])
+        features[policy_name] = {"dtype": "video", "shape": shape, "names": axes}
     for policy_name in names.renamed_numbers.values():
         features[policy_name] = {"dtype": "float32", "shape": (1,), "names": None}
     if names.numbers:
-        features["observation.state"] = {
-            "dtype": "float32",
-            "shape": (len(names.numbers),),
-            "names": list(names.numbers),
-        }
+        numbers = list(names.numbers)
+        features["observation.state"] = {"dtype": "float32", "shape": (len(numbers),), "names": numbers}
     features["action"] = {"dtype": "float32", "shape": (len(names.actions),), "names": list(names.actions)}
     return features

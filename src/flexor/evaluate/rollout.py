@@ -82,9 +82,8 @@ def rollout(
         for start in range(0, len(seeds), batch_size):
             group = seeds[start : start + batch_size]
             envs += [make_env() for _ in range(len(group) - len(envs))]
-            done_before = len(episodes)
 
-            def report(done: int, before: int = done_before) -> None:
+            def report(done: int, before: int = start) -> None:
                 if progress is not None:
                     progress(before + done, len(seeds))
 
@@ -211,14 +210,10 @@ class ExpertActor:
     """Solves the built-in task by reading the simulator's state."""
 
     def attach(self, envs: Sequence[Env], seeds: Sequence[int]) -> None:
-        self._envs = []
-        for env in envs:
-            place = env.unwrapped
-            if not isinstance(place, PlaceEnv):
-                raise ConfigError(
-                    f"the expert only supports the built-in task, not {env}; use --env.type=place"
-                )
-            self._envs.append(place)
+        self._envs = [env.unwrapped for env in envs if isinstance(env.unwrapped, PlaceEnv)]
+        if len(self._envs) < len(envs):
+            supported = "the expert only supports the built-in task"
+            raise ConfigError(f"{supported}, not {envs[0]}; use --env.type=place")
 
     def reset(self, num_envs: int) -> None:
         assert num_envs == len(self._envs)

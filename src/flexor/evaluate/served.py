@@ -16,6 +16,7 @@ from flexor.core.errors import FlexorError
 from flexor.data.format.writer import DatasetWriter
 from flexor.evaluate.envs import observation_to_batch
 from flexor.evaluate.rollout import Env, succeeded, task_of
+from flexor.sim.record import OUTCOME
 from flexor_client import ChunkPlayer, ClientError, RemotePolicy
 
 ANSWER_S = 120.0  # nothing moves meanwhile, so there is no hurry
@@ -116,9 +117,8 @@ def record_served(
         robot_type = getattr(env.unwrapped, "robot_type", None) or str(env.spec.id if env.spec else env)
         # In small images, colour at half the resolution would blur the edges of coloured objects.
         pix_fmt = "yuv444p" if codec == "h264" else "yuv420p"
-        with DatasetWriter(
-            root, fps, features, robot_type=robot_type, codec=codec, crf=12, pix_fmt=pix_fmt
-        ) as writer:
+        settings: dict[str, Any] = {"robot_type": robot_type, "codec": codec, "crf": 12, "pix_fmt": pix_fmt}
+        with DatasetWriter(root, fps, features, **settings) as writer:
             for number in range(episodes):
                 success = _play(env, player, seed + number, max_steps, writer)
                 counts["successes"] += success
@@ -182,11 +182,5 @@ def _features(
             "shape": recorded.shape,
             "names": ["height", "width", "channels"] if image else None,
         }
-    scalar = {"shape": (1,), "names": None}
-    return {
-        **features,
-        "action": {"dtype": "float32", "shape": action, "names": None if names is None else list(names)},
-        "next.reward": {"dtype": "float32", **scalar},
-        "next.done": {"dtype": "bool", **scalar},
-        "next.success": {"dtype": "bool", **scalar},
-    }
+    action_names = None if names is None else list(names)
+    return {**features, "action": {"dtype": "float32", "shape": action, "names": action_names}, **OUTCOME}

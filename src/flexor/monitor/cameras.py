@@ -26,10 +26,8 @@ from flexor.runs.text import figure
 BLANK = 8 / 255  # an image is blank if no channel has a larger range; compression leaves a little
 MIN_BLANK = 2  # blank images that make an episode one without a camera; a single one may be a start-up
 PIXELS = 32  # rows and columns of an image that are checked, about
-FAR, NARROW = (
-    4.0,
-    0.05,
-)  # normalised mean and deviation of images; with ImageNet's statistics no mean reaches 3
+# normalised mean and deviation of images; with ImageNet's statistics no mean reaches 3
+FAR, NARROW = 4.0, 0.05
 
 
 def blank_by_statistics(dataset: Dataset, cameras: Sequence[str]) -> dict[str, list[int]]:
@@ -123,13 +121,9 @@ class CameraHealth:
     def _statistics(self, camera: str) -> tuple[list[float], list[float]] | None:
         """Means and standard deviations that the images are normalised with; None if there are none."""
         name, step = self.cameras[camera], self.normalize
-        if (
-            step is None
-            or name not in step.features
-            or not {"mean", "std"} <= step.stats.get(name, {}).keys()
-        ):
+        if step is None or name not in step.features or step.mode(name) != "MEAN_STD":
             return None
-        if step.mode(name) != "MEAN_STD":
+        if not {"mean", "std"} <= step.stats.get(name, {}).keys():
             return None
         mean, std = (step.stats[name][key].reshape(-1) for key in ("mean", "std"))
         return mean.tolist(), (std + step.eps).tolist()
@@ -142,16 +136,15 @@ class CameraHealth:
         )
 
     def _wrong(self, camera: str, mean: float, std: float) -> Finding:
+        fix = (
+            "the statistics are those of other images, or of values up to 255: compute them with "
+            "`flexor data stats DIR --write`, or use --dataset.use_imagenet_stats=true"
+        )
         return Finding(
             "wrong image statistics",
             f"{camera} has images with a mean of {figure(mean)} and a standard deviation of {figure(std)} "
             "after normalisation, instead of about 0 and 1",
-            [
-                Fix(
-                    "the statistics are those of other images, or of values up to 255: compute them with "
-                    "`flexor data stats DIR --write`, or use --dataset.use_imagenet_stats=true"
-                )
-            ],
+            [Fix(fix)],
         )
 
 

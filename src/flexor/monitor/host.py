@@ -62,13 +62,10 @@ def _total(
     fields: tuple[str, str],
     names: Collection[str] | None = None,
 ) -> tuple[int, int] | None:
-    counted = [
-        device
-        for name, device in counters.items()
-        if not ignored.match(name) and (names is None or name in names)
-    ]
     if not counters:
         return None
+    names = counters.keys() if names is None else names
+    counted = [device for name, device in counters.items() if not ignored.match(name) and name in names]
     first, second = (sum(getattr(device, field) for device in counted) for field in fields)
     return first, second
 
@@ -83,9 +80,8 @@ def read_process(pid: int) -> tuple[float, int]:
 
 def read_pressure(text: str) -> dict[str, int]:
     """/proc/pressure/...: microseconds in which some or all work waited, since the start."""
-    return {
-        kind: int(total) for kind, total in re.findall(r"^(some|full) .*\btotal=(\d+)", text, re.MULTILINE)
-    }
+    totals = re.findall(r"^(some|full) .*\btotal=(\d+)", text, re.MULTILINE)
+    return {kind: int(total) for kind, total in totals}
 
 
 def read_core_wait(text: str) -> float | None:
@@ -125,11 +121,9 @@ class HostCounters:
             (("disk_read_mb_s", "disk_write_mb_s"), self.disks, before.disks),
             (("net_in_mb_s", "net_out_mb_s"), self.network, before.network),
         ):
-            if now is not None and then is not None:
-                # a disk or a network that was removed takes its count with it
-                figures |= {
-                    name: round(max(n - t, 0) / span / 1e6, 3) for name, n, t in zip(names, now, then)
-                }
+            # a disk or a network that was removed takes its count with it
+            for name, new, old in zip(names, now or (), then or ()):
+                figures[name] = round(max(new - old, 0) / span / 1e6, 3)
         for kind, totals in self.pressure.items():
             for which, total in totals.items():
                 if which in before.pressure.get(kind, {}):

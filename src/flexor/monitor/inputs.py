@@ -9,12 +9,12 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import groupby
 
 import numpy as np
 
 from flexor.core.batch import ACTION
 from flexor.core.findings import Finding, Fix
+from flexor.core.name_ranges import consecutive
 from flexor.data.dataset import Dataset
 from flexor.data.format.flat_names import flat_names
 from flexor.data.mixture.mixed import MixedDataset
@@ -82,10 +82,9 @@ def value_findings(
             for number, part in _parts(dataset, step):
                 if name in part.columns:
                     is_relative = key == ACTION and _has_relative_actions(before)
+                    member = None if is_relative else number
                     with np.errstate(all="ignore"):  # values near the limits of float64
-                        findings += _findings(
-                            summarise(part, name), step, key, None if is_relative else number
-                        )
+                        findings += _findings(summarise(part, name), step, key, member)
     return findings
 
 
@@ -152,23 +151,19 @@ def wrong_statistics(values: EpisodeValues, step: Normalize, key: str, member: i
     if not wrong.any():
         return []
     extent = np.where(wrong, np.maximum(np.abs(mean), std), 0.0)
-    worst = int(
-        np.argmax(np.where(wrong & narrow & (extent <= FAR_MEAN), 1 / np.maximum(std, 1e-12), extent))
-    )
+    too_narrow = wrong & narrow & (extent <= FAR_MEAN)
+    worst = int(np.argmax(np.where(too_narrow, 1 / np.maximum(std, 1e-12), extent)))
     reach = np.maximum(np.abs(values.low - shift), np.abs(values.high - shift))[:, worst] / span[worst]
     far = np.flatnonzero(reach > FAR_MEAN) if extent[worst] > FAR_MEAN else np.arange(len(reach))
     expected = "about 0 and 1" if mode == "MEAN_STD" else "values between -1 and 1"
+    fix = "the statistics are those of other data: compute them with `flexor data stats DIR --write`"
     return [
         Finding(
             "wrong statistics",
             f"{values.dimensions(np.flatnonzero(wrong).tolist())}: normalised, {values.dimension(worst)} "
             f"has a mean of {figure(float(mean[worst]))} and a standard deviation of {figure(float(std[worst]))} "
             f"instead of {expected}, in {_which(values.dataset, far)}",
-            [
-                Fix(
-                    "the statistics are those of other data: compute them with `flexor data stats DIR --write`"
-                )
-            ],
+            [Fix(fix)],
         )
     ]
 
@@ -244,26 +239,20 @@ def _unit_finding(
     values: EpisodeValues, numbers: Sequence[int], few: np.ndarray, factor: float, units: str
 ) -> Finding:
     dataset, first = values.dataset, numbers[0]
-    size_here, size_elsewhere = (
-        float(values.size[few, first].max()),
-        float(np.median(values.size[~few, first])),
-    )
+    size_here = float(values.size[few, first].max())
+    size_elsewhere = float(np.median(values.size[~few, first]))
     size = "larger" if size_here > size_elsewhere else "smaller"
     which = np.flatnonzero(few)
     several = len(numbers) > 1
     subject = f"{values.dimension(first)}{f' and {len(numbers) - 1} more' if several else ''}"
     all_of_them = f". All of them: {values.dimensions(numbers)}" if several else ""
+    convert = "convert these episodes, then compute statistics with `flexor data stats DIR --write`; or leave them out"
     return Finding(
         "mixed units",
         f"{subject} {'are' if several else 'is'} about {factor:.0f} times {size} in "
         f"{_which(dataset, which)} than in the others (up to {figure(size_here)}, usually "
         f"{figure(size_elsewhere)}). It looks like {units}{all_of_them}",
-        [
-            Fix(
-                f"convert these episodes, then compute statistics with `flexor data stats DIR --write`; or leave "
-                f"them out: {exclude(dataset, dataset.episodes.index[which].tolist())}"
-            )
-        ],
+        [Fix(f"{convert}: {exclude(dataset, dataset.episodes.index[which].tolist())}")],
     )
 
 
@@ -271,10 +260,7 @@ def outliers(values: EpisodeValues, explained: np.ndarray) -> list[Finding]:
     """Values far away from all others, such as those of a failed sensor. `explained`: by other findings, [E, D]."""
     low, high = np.quantile(values.sample, [0.01, 0.99], axis=0)
     span = high - low
-    above, below = (
-        (values.high - high) / np.maximum(span, 1e-300),
-        (low - values.low) / np.maximum(span, 1e-300),
-    )
+    above, below = (part / np.maximum(span, 1e-300) for part in (values.high - high, low - values.low))
     far = np.where((span > 0) & ~explained, np.maximum(above, below), 0.0)
     if far.max(initial=0.0) <= OUTLIER:
         return []
@@ -285,6 +271,10 @@ def outliers(values: EpisodeValues, explained: np.ndarray) -> list[Finding]:
     column = dataset.columns[values.name].reshape(len(dataset), -1)[start:end, number]
     frame = int(np.argmin(np.abs(column.astype(np.float64) - value)))
     some = np.flatnonzero((far > OUTLIER).any(1))
+    repair = (
+        "look at it with `flexor data show DIR`; repair it and compute statistics with "
+        "`flexor data stats DIR --write`, or leave it out"
+    )
     also = f"; also in {_which(dataset, some[some != episode])}" if len(some) > 1 else ""
     return [
         Finding(
@@ -292,13 +282,7 @@ def outliers(values: EpisodeValues, explained: np.ndarray) -> list[Finding]:
             f"{values.dimension(int(number))} is {figure(float(value))} in "
             f"{_which(dataset, np.array([episode]))}, frame {frame}; 98 % of its values are between "
             f"{figure(float(low[number]))} and {figure(float(high[number]))}{also}",
-            [
-                Fix(
-                    "look at it with `flexor data show DIR`; repair it and compute statistics with "
-                    "`flexor data stats DIR --write`, or leave it out: "
-                    + exclude(dataset, dataset.episodes.index[some].tolist())
-                )
-            ],
+            [Fix(f"{repair}: {exclude(dataset, dataset.episodes.index[some].tolist())}")],
         )
     ]
 
@@ -348,11 +332,9 @@ def _by_member(dataset: Dataset, episodes: Sequence[int]) -> list[tuple[str, lis
 
 def _ranges(numbers: Iterable[int], sign: str, past: int) -> list[str]:
     """Neighbours as a range: 3, 5 to 8. `past`: 1 if a range ends after its last number."""
-    ranges = []
-    for _, group in groupby(enumerate(numbers), lambda at: at[1] - at[0]):
-        run = [number for _, number in group]
-        short = len(run) < 3
-        ranges += [str(number) for number in run] if short else [f"{run[0]}{sign}{run[-1] + past}"]
+    ranges: list[str] = []
+    for run in consecutive(numbers):
+        ranges += map(str, run) if len(run) < 3 else [f"{run[0]}{sign}{run[-1] + past}"]
     return ranges
 
 

@@ -125,11 +125,8 @@ def costliest(averages: Any, on_gpu: bool) -> str:
     if not on_gpu:
         return _ranked([(e, e.self_cpu_time_total) for e in averages if not _is_label(e)], "operation", "CPU")
     operations = [(e, e.self_device_time_total) for e in averages if e.device_type == DeviceType.CPU]
-    kernels = [
-        (e, e.self_device_time_total)
-        for e in averages
-        if e.device_type != DeviceType.CPU and not _is_label(e)
-    ]
+    on_device = [e for e in averages if e.device_type != DeviceType.CPU and not _is_label(e)]
+    kernels = [(e, e.self_device_time_total) for e in on_device]
     launched = sum(time for _, time in operations)
     if launched < 0.5 * sum(time for _, time in kernels):
         return _ranked(kernels, "kernel", "GPU")
@@ -147,8 +144,6 @@ def _ranked(timed: list[tuple[Any, float]], unit: str, device: str) -> str:
     rows: list[tuple[object, ...]] = [(unit, f"{device} time", "share", "calls", "each")]
     for event, time in top:
         name = event.key if len(event.key) <= NAME_LENGTH else event.key[: NAME_LENGTH - 3] + "..."
-        calls = max(event.count, 1)
-        rows.append(
-            (name, f"{time / 1e3:.2f} ms", f"{100 * time / total:.1f} %", calls, f"{time / calls:.1f} us")
-        )
+        calls, share = max(event.count, 1), f"{100 * time / total:.1f} %"
+        rows.append((name, f"{time / 1e3:.2f} ms", share, calls, f"{time / calls:.1f} us"))
     return table(rows)

@@ -9,7 +9,7 @@ import inspect
 import math
 import time
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from flexor.core.log import log
 from flexor.core.run_files import TENSORBOARD
@@ -17,10 +17,12 @@ from flexor.core.run_files import TENSORBOARD
 CONNECT_S = 25.0  # how long to try to reach W&B; less than a run waits at its end
 
 
-class Service(Protocol):
-    begin_at: int
+class Service:
+    begin_at = 0
 
-    def log(self, step: int, values: dict[str, float]) -> None: ...
+    def log(self, step: int, values: dict[str, float]) -> None:
+        raise NotImplementedError
+
     def flush(self) -> None: ...
     def close(self) -> None: ...
 
@@ -36,7 +38,7 @@ def flat(values: dict[str, Any], prefix: str = "") -> dict[str, float]:
     return figures
 
 
-class WandBService:
+class WandBService(Service):
     """Weights & Biases. If it can't be reached, its files are written for `wandb sync`."""
 
     def __init__(self, folder: Path, settings: dict[str, Any]):
@@ -61,14 +63,11 @@ class WandBService:
     def log(self, step: int, values: dict[str, float]) -> None:
         self.run.log(values, step=step)
 
-    def flush(self) -> None:
-        pass
-
     def close(self) -> None:
         self.run.finish()
 
 
-class TensorBoardService:
+class TensorBoardService(Service):
     """Event files in the run's folder, with the package's own writer: it needs no torch."""
 
     def __init__(self, folder: Path, settings: dict[str, Any]):
@@ -78,7 +77,6 @@ class TensorBoardService:
 
         self.make_event, self.make_summary = Event, Summary
         self.writer = EventFileWriter(str(folder / TENSORBOARD))
-        self.begin_at = 0
 
     def log(self, step: int, values: dict[str, float]) -> None:
         scalars = [self.make_summary.Value(tag=name, simple_value=value) for name, value in values.items()]
@@ -92,22 +90,19 @@ class TensorBoardService:
         self.writer.close()
 
 
-class TrackioService:
+class TrackioService(Service):
     """trackio: a database of its own, and a Space on the Hub if one is named."""
 
     def __init__(self, folder: Path, settings: dict[str, Any]):
         import trackio
 
-        self.trackio, self.begin_at = trackio, 0
+        self.trackio = trackio
         parameters = inspect.signature(trackio.init).parameters
         off = {name: False for name in ("embed", "auto_log_gpu", "auto_log_cpu") if name in parameters}
         trackio.init(**settings, resume="allow", **off)
 
     def log(self, step: int, values: dict[str, float]) -> None:
         self.trackio.log(values, step=step)
-
-    def flush(self) -> None:
-        pass
 
     def close(self) -> None:
         self.trackio.finish()

@@ -134,9 +134,8 @@ class Forwarder:
         code = self.process.poll()
         if code and not self.warned:
             self.warned = True
-            log.warning(
-                "%s stopped (code %s): training continues, and %s has all metrics", self.name, code, METRICS
-            )
+            text = "%s stopped (code %s): training continues, and %s has all metrics"
+            log.warning(text, self.name, code, METRICS)
 
     def close_input(self) -> None:
         """Tell the process that the run is over."""
@@ -150,14 +149,9 @@ class Forwarder:
             self.process.wait(max(until - time.monotonic(), 0.1))
             self.check()
         except subprocess.TimeoutExpired:
-            log.warning(
-                "%s did not get all metrics in time; %s has them. %s",
-                self.name,
-                METRICS,
-                f"Upload them with `wandb sync {self.folder / 'wandb' / '*run-*'}`"
-                if self.name == "wandb"
-                else "A resumed run sends the rest",
-            )
+            sync = f"Upload them with `wandb sync {self.folder / 'wandb' / '*run-*'}`"
+            fix = sync if self.name == "wandb" else "A resumed run sends the rest"
+            log.warning("%s did not get all metrics in time; %s has them. %s", self.name, METRICS, fix)
             with suppress(ProcessLookupError):
                 os.killpg(self.process.pid, signal.SIGKILL)
             self.process.wait()

@@ -116,9 +116,8 @@ def _run_lengths(letters: list[str]) -> str:
 
 def has_true_colour(environment: Mapping[str, str] = os.environ) -> bool:
     """Whether half blocks may use any colour. Only a terminal that says it has 256 colours gets those."""
-    return environment.get("COLORTERM", "") in ("truecolor", "24bit") or "256color" not in environment.get(
-        "TERM", ""
-    )
+    has_256 = "256color" in environment.get("TERM", "")
+    return environment.get("COLORTERM", "") in ("truecolor", "24bit") or not has_256
 
 
 def _answers_sixel() -> bool:

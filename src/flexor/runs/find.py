@@ -23,12 +23,9 @@ def find_runs(paths: Sequence[Path]) -> list[Path]:
     for path in paths:
         if path.is_file() and path.name in SIGNS:
             path = path.parent
-        if not path.exists():
-            raise ConfigError(
-                f"{path} does not exist: name the folder of a run, or a folder with runs in it."
-            )
         if not path.is_dir():
-            raise ConfigError(f"{path} is a file: name the folder of a run, or a folder with runs in it.")
+            problem = "is a file" if path.exists() else "does not exist"
+            raise ConfigError(f"{path} {problem}: name the folder of a run, or a folder with runs in it.")
         for run in [path] if is_run(path) else _below(path, DEPTH):
             runs.setdefault(run.resolve(), run)
     return list(runs.values())

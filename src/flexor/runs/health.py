@@ -66,11 +66,7 @@ class LearningHealth:
     """All rules. `update` takes the lines of `metrics.jsonl` in turn and returns the findings that begin with each."""
 
     def __init__(self, config: Mapping[str, Any], checkpoints: Callable[[], Sequence[int]]):
-        self._rules: list[_Loss | _Gradient | _HeldOut] = [
-            _Loss(config),
-            _Gradient(config),
-            _HeldOut(checkpoints),
-        ]
+        self._rules = (_Loss(config), _Gradient(config), _HeldOut(checkpoints))
         self._kind: frozenset[str] = frozenset()
 
     def update(self, line: Line) -> list[Finding]:
@@ -172,27 +168,20 @@ class _Loss:
 
     def _spike(self, line: Line, loss: float, usual: str) -> Finding:
         count = f", the {self.spikes}th spike" if self.spikes > 1 else ""
-        return Finding(
-            "loss spike",
-            f"loss {figure(loss)} at step {line.get('step')}, {usual}{count}",
-            [
-                Fix(
-                    "a single spike does no harm if the loss comes back; if spikes repeat, lower --optimizer.lr"
-                    f"{_rate(line)} or {_clipping(self.config)}"
-                )
-            ],
+        fix = (
+            "a single spike does no harm if the loss comes back; if spikes repeat, lower --optimizer.lr"
+            f"{_rate(line)} or {_clipping(self.config)}"
         )
+        evidence = f"loss {figure(loss)} at step {line.get('step')}, {usual}{count}"
+        return Finding("loss spike", evidence, [Fix(fix)])
 
     def _exploded(self, line: Line, loss: float, usual: str) -> Finding:
+        fix = (
+            f"stop, and start again with a lower --optimizer.lr{_rate(line)}, a longer warm-up "
+            f"(--scheduler.num_warmup_steps) or {_clipping(self.config)}"
+        )
         return Finding(
-            "loss exploded",
-            f"loss {figure(loss)} at step {line.get('step')}, {usual}",
-            [
-                Fix(
-                    f"stop, and start again with a lower --optimizer.lr{_rate(line)}, a longer warm-up "
-                    f"(--scheduler.num_warmup_steps) or {_clipping(self.config)}"
-                )
-            ],
+            "loss exploded", f"loss {figure(loss)} at step {line.get('step')}, {usual}", [Fix(fix)]
         )
 
     def _parts(self, line: Line) -> str:
@@ -259,16 +248,12 @@ class _Gradient:
         if self.low < STAYS or self.reported:
             return None
         self.reported = True
+        fix = f"lower --optimizer.lr{_rate(line)}, and check that the parts to be trained are not frozen"
         return Finding(
             "gradients vanish",
             f"gradient norm {figure(norm)} at step {line.get('step')} for {STAYS} log lines, "
             f"{figure(norm_then)} at the beginning; the loss is still {figure(loss)}",
-            [
-                Fix(
-                    "nothing is learned any more: lower --optimizer.lr"
-                    f"{_rate(line)}, and check that the parts to be trained are not frozen"
-                )
-            ],
+            [Fix(f"nothing is learned any more: {fix}")],
         )
 
 
@@ -305,16 +290,15 @@ class _HeldOut:
             return None
         self.reported = turned
         best, lowest = min(self.points, key=lambda point: point[1])
+        fix = (
+            f"{self._use(best)}; longer training needs more episodes, image augmentation "
+            "(--dataset.image_transforms.enable=true) or a higher --optimizer.weight_decay"
+        )
         return Finding(
             "held-out loss rises",
             f"held-out loss {figure(value)} at step {step:.0f}, the lowest was {figure(lowest)} at step "
             f"{best}{self._trained_since(best)}",
-            [
-                Fix(
-                    f"{self._use(best)}; longer training needs more episodes, image augmentation "
-                    "(--dataset.image_transforms.enable=true) or a higher --optimizer.weight_decay"
-                )
-            ],
+            [Fix(fix)],
         )
 
     def _trained_since(self, best: int) -> str:

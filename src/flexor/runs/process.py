@@ -6,6 +6,8 @@ import os
 import re
 from pathlib import Path
 
+import psutil
+
 from flexor.core.run_files import LOCK
 
 SLACK_S = 5.0
@@ -33,10 +35,7 @@ def _runs(pid: int, locked_at: float) -> bool:
     except (ProcessLookupError, OverflowError):
         return False
     try:
-        state, *rest = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-        boot = re.search(r"^btime (\d+)", Path("/proc/stat").read_text(), re.MULTILINE)
-        assert boot is not None
-        started = int(boot[1]) + int(rest[18]) / os.sysconf("SC_CLK_TCK")
-    except (OSError, ValueError, IndexError, AssertionError):
-        return True  # no /proc, as on macOS
-    return state != "Z" and started <= locked_at + SLACK_S
+        process = psutil.Process(pid)
+        return process.status() != psutil.STATUS_ZOMBIE and process.create_time() <= locked_at + SLACK_S
+    except psutil.Error:
+        return True  # the system hides processes of others

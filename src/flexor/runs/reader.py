@@ -130,9 +130,8 @@ class RunReader:
         """The newest step that was reported."""
         if METRICS not in self._files:
             return 0
-        return int(
-            max((s.x[-1] for s in self._files[METRICS][1].series.values() if s.axis == "step"), default=0)
-        )
+        metrics = self._files[METRICS][1].series.values()
+        return int(max((series.x[-1] for series in metrics if series.axis == STEP), default=0))
 
     def _verdict(self) -> str | None:
         recorded = verdict_text(self.record.get("diagnosis")) or verdict_text(self.record.get(VERDICT))
@@ -172,9 +171,8 @@ def _checkpoints(folder: Path) -> list[SavedCheckpoint]:
             manifest = path / MANIFEST
             files = read_json(manifest)["files"]
             size = sum(int(file["size"]) for file in files.values())
-            checkpoints.append(
-                SavedCheckpoint(int(path.name), relative(path, folder), size, manifest.stat().st_mtime)
-            )
+            saved = manifest.stat().st_mtime
+            checkpoints.append(SavedCheckpoint(int(path.name), relative(path, folder), size, saved))
     return sorted(checkpoints, key=lambda checkpoint: checkpoint.step)
 
 

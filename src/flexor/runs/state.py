@@ -20,14 +20,8 @@ SILENT_REPORTS = 5  # times the usual time between two of them
 
 GPU_BOUND, CPU_BOUND = "GPU-bound", "compute-bound (CPU)"  # verdicts of runs that nothing holds back
 
-STATUS = {
-    "empty": "no run yet",
-    "starting": "starting",
-    "running": "running",
-    "finished": "finished",
-    "stopped": "stopped",
-    "silent": "no news",
-}
+STATUS = {name: name for name in ("starting", "running", "finished", "stopped")}
+STATUS |= {"empty": "no run yet", "silent": "no news"}
 
 
 @dataclass
@@ -92,12 +86,10 @@ def status_of(
     """
     if steps is not None and step >= steps > 0:
         return "finished"
+    if alive:
+        return "running" if silent_s is not None else "starting"
     if alive is not None:
-        return (
-            ("running" if silent_s is not None else "starting")
-            if alive
-            else ("stopped" if has_begun else "empty")
-        )
+        return "stopped" if has_begun else "empty"
     if silent_s is None:
         return "silent" if has_begun else "empty"
     return "silent" if silent_s > max(SILENT_S, SILENT_REPORTS * (interval_s or 0)) else "running"

@@ -36,9 +36,7 @@ def action_range(pretrained: Pretrained) -> dict[str, list[float]] | None:
     return {"low": low.tolist(), "high": high.tolist()}
 
 
-def _statistics(
-    pipeline: Pipeline, kind: type[Normalize] | type[Unnormalize], name: str
-) -> Mapping[str, Tensor]:
+def _statistics(pipeline: Pipeline, kind: type[Normalize | Unnormalize], name: str) -> Mapping[str, Tensor]:
     steps = [step for step in pipeline.steps if isinstance(step, kind) and name in step.stats]
     return steps[0].stats[name] if steps else {}
 

@@ -69,10 +69,8 @@ class ClientLoop:
         self.clients: dict[int, Client] = {}
         self.decoders = ThreadPoolExecutor(min(DECODERS, os.cpu_count() or 1), "decode")
         self.cameras = {name for name, spec in form.inputs.items() if spec.image}
-        self.next_note, self.suppressed_notes = (
-            0.0,
-            0,
-        )  # when the log may have another line, and how many it has not
+        # when the log may have another line, and how many it has not
+        self.next_note, self.suppressed_notes = 0.0, 0
 
     async def __call__(self, connection: ServerConnection) -> None:
         """From the first frame to the last."""
@@ -171,9 +169,8 @@ class ClientLoop:
         if now < self.next_note:
             self.suppressed_notes += 1
             return
-        more = (
-            f" (and {self.suppressed_notes} more since the last such line)" if self.suppressed_notes else ""
-        )
+        suppressed = self.suppressed_notes
+        more = f" (and {suppressed} more since the last such line)" if suppressed else ""
         log.info("%s: %s%s", who, reason[:NOTED], more)
         self.next_note, self.suppressed_notes = now + NOTE_S, 0
 

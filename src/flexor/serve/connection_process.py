@@ -74,20 +74,8 @@ class RemoteModel:
         try:
             self.observations.write(number, request.observation, request.stacked)
             options = None if request.options is None else vars(request.options)
-            job.take(
-                await self.link.call(
-                    "submit",
-                    *(
-                        number,
-                        [*request.observation],
-                        job.session,
-                        job.arrived,
-                        request.stacked,
-                        request.task,
-                        options,
-                    ),
-                )
-            )
+            about = job.session, job.arrived, request.stacked, request.task, options
+            job.take(await self.link.call("submit", number, [*request.observation], *about))
         finally:
             if not job.in_use:
                 self.free.append(number)
@@ -155,9 +143,7 @@ def _settings(plain: dict[str, Any]) -> ServeSettings:
 
 
 def _form(plain: dict[str, Any]) -> ObservationForm:
-    inputs = {
-        name: Input(**{**spec, "shape": tuple(spec["shape"])}) for name, spec in plain["inputs"].items()
-    }
+    inputs = {n: Input(**{**spec, "shape": tuple(spec["shape"])}) for n, spec in plain["inputs"].items()}
     return ObservationForm(**{**plain, "inputs": inputs})
 
 

@@ -126,13 +126,10 @@ class Connections:
         # it is a part of a command that people may copy: only what can be in a host's name
         plain = re.sub(r"[^\w.:-]", "?", name)
         advice = f"--allow-host {plain.partition(':')[0]}"
-        self.loop.note(
-            "a request", f"it asks for {plain}, which is no name of this server; {advice} allows it"
-        )
-        return web.response(
-            421,
-            f"{plain} is not a name of this server. Connect to its IP address, or start it with {advice}.\n",
-        )
+        problem = f"it asks for {plain}, which is no name of this server"
+        self.loop.note("a request", f"{problem}; {advice} allows it")
+        fix = f"Connect to its IP address, or start it with {advice}."
+        return web.response(421, f"{plain} is not a name of this server. {fix}\n")
 
     def _note_unfinished(self, address: str) -> None:
         self.metrics.refused_connections += 1

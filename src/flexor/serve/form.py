@@ -57,9 +57,8 @@ class ObservationForm:
                 raise ConfigError(
                     f"--map {name}=...: the policy has no such input. {closest(name, config.observed)}"
                 )
-        client_names = {
-            name: names.get(name, (default_names or {}).get(name, name)) for name in config.observed
-        }
+        defaults = default_names or {}
+        client_names = {name: names.get(name, defaults.get(name, name)) for name in config.observed}
         inputs = {
             name: Input(
                 feature.shape,
@@ -88,6 +87,5 @@ class ObservationForm:
     @property
     def numbers(self) -> int:
         """Values of everything but images: a client may send them as a list."""
-        return self.history_length * sum(
-            math.prod(spec.shape) for spec in self.inputs.values() if not spec.image
-        )
+        shapes = [spec.shape for spec in self.inputs.values() if not spec.image]
+        return self.history_length * sum(map(math.prod, shapes))

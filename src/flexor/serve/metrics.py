@@ -100,9 +100,8 @@ class Metrics:
         if not self.recent:
             return {}
         values = np.percentile(1e3 * np.array(self.recent), (50, 95, 99), axis=0)
-        return {
-            part: dict(zip(("p50", "p95", "p99"), map(float, values[:, i]))) for i, part in enumerate(PARTS)
-        }
+        columns = zip(PARTS, values.T.tolist())
+        return {part: dict(zip(("p50", "p95", "p99"), column)) for part, column in columns}
 
     def prometheus(self, gauges: Mapping[str, tuple[str, float]], about: Mapping[str, str]) -> str:
         """Prometheus' text format. `gauges`: {name: (help, value)}."""

@@ -52,11 +52,8 @@ class RequestOptions:
 
     def _check(self) -> None:
         short = isinstance(self.id, str) and len(self.id) <= LONGEST_NAME
-        _require(
-            "id",
-            self.id is None or short or _is_count(self.id),
-            f"a number or at most {LONGEST_NAME} characters",
-        )
+        fits = self.id is None or short or _is_count(self.id)
+        _require("id", fits, f"a number or at most {LONGEST_NAME} characters")
         fits = isinstance(self.session, str) and len(self.session) <= LONGEST_NAME
         _require("session", fits, f"at most {LONGEST_NAME} characters")
         _require("reset", isinstance(self.reset, bool), "true or false")
@@ -77,13 +74,8 @@ class RequestOptions:
 
 def _previous(value: Any, action_size: int, horizon: int) -> np.ndarray:
     """The chunk that is being executed, float32 [K, A]. What reaches beyond a new chunk has no use."""
-    fits = (
-        isinstance(value, np.ndarray)
-        and value.ndim == 2
-        and value.dtype.kind == "f"
-        and len(value) > 0
-        and value.shape[1] == action_size
-    )
+    is_float = isinstance(value, np.ndarray) and value.dtype.kind == "f"
+    fits = is_float and value.ndim == 2 and len(value) > 0 and value.shape[1] == action_size
     _require("previous", fits, f"a float array [at least 1, {action_size}]")
     with np.errstate(over="ignore"):
         actions: np.ndarray = value[:horizon].astype(np.float32)

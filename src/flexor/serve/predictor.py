@@ -84,14 +84,11 @@ class Predictor:
     def _imagine(self, size: int, continued: bool) -> None:
         sessions = [self.session() for _ in range(size)]
         chunk = np.zeros((len(self.config.action_deltas), self.config.action.shape[0]), np.float32)
+        dtypes = {True: np.uint8, False: np.float32}
+        observed = self.config.observed.items()
+        observation = {name: np.zeros(f.shape, dtypes[f.type is Kind.VISUAL]) for name, f in observed}
         for session in sessions:
-            session.observe(
-                {
-                    name: np.zeros(f.shape, np.uint8 if f.type is Kind.VISUAL else np.float32)
-                    for name, f in self.config.observed.items()
-                },
-                "do it",
-            )
+            session.observe(observation, "do it")
         running = [Executing(chunk, 1) if continued else None for _ in sessions]
         with self._precision():
             predict_together(sessions, [s.history.stacked() for s in sessions], running, self.sizes)
@@ -135,15 +132,8 @@ class Predictor:
             return
         try:
             with self._precision():
-                chunks = predict_together(
-                    [job.session for job in jobs],
-                    [
-                        job.request.observation if job.request.stacked else job.session.history.stacked()
-                        for job in jobs
-                    ],
-                    [_executing(job) for job in jobs],
-                    self.sizes,
-                )
+                sessions, running = [job.session for job in jobs], [_executing(job) for job in jobs]
+                chunks = predict_together(sessions, [*map(_stacked, jobs)], running, self.sizes)
         except Exception as error:
             if len(jobs) == 1:
                 self._fail(jobs[0], error)
@@ -179,6 +169,11 @@ class Predictor:
         device = next(self.pretrained.policy.parameters()).device.type
         with nullcontext() if self.autocast is None else torch.autocast(device, self.autocast):
             yield
+
+
+def _stacked(job: ServeJob) -> Any:
+    """What the policy sees: a history that the request brings, or the session's."""
+    return job.request.observation if job.request.stacked else job.session.history.stacked()
 
 
 def _executing(job: ServeJob) -> Executing | None:

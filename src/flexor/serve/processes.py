@@ -130,9 +130,8 @@ class RemoteConnections:
         """What it counted; if it hangs or has died, what it had counted when it last answered."""
         if self.link is not None:
             with contextlib.suppress(ConnectionError, TimeoutError):
-                figures: Mapping[str, Any] = await asyncio.wait_for(
-                    self.link.call("figures", images), FIGURES_S
-                )
+                answer = self.link.call("figures", images)
+                figures: Mapping[str, Any] = await asyncio.wait_for(answer, FIGURES_S)
                 self.counted = figures["metrics"]
                 return figures
         return {**NO_CLIENTS, "metrics": self.counted}
@@ -188,9 +187,8 @@ class RemoteConnections:
         observation = {name: places[name] for name in names}
         if self.form.steps is not None and not stacked:  # the session keeps it
             observation = {name: array.copy(order="K") for name, array in observation.items()}
-        request = PolicyRequest(
-            observation, stacked, task, None if options is None else RequestOptions(**options)
-        )
+        read_options = None if options is None else RequestOptions(**options)
+        request = PolicyRequest(observation, stacked, task, read_options)
         job = ServeJob(request, self.sessions[number], arrived, lambda: number in self.sessions)
         if self.link is not None:
             job.release = functools.partial(self.link.notify, "release", place)

@@ -178,12 +178,11 @@ class ObservationReader:
         """Whether the message brings its own history. All values must, or none."""
         several = {name: self._is_history(name, value) for name, value in values.items()}
         if any(several.values()) and (self.form.steps is None or not all(several.values())):
-            name = next(
+            names = [
                 name for name, is_history in several.items() if not is_history or self.form.steps is None
-            )
-            raise BadRequest(
-                self._wrong_history(self.inputs[name], "one value" if self.form.steps else "a list")
-            )
+            ]
+            size = "one value" if self.form.steps else "a list"
+            raise BadRequest(self._wrong_history(self.inputs[names[0]], size))
         return any(several.values())
 
     def _is_history(self, name: str, value: Image | list[Image]) -> bool:
@@ -228,16 +227,13 @@ def _shape(value: Any) -> tuple[int, ...]:
 
 def _fill(array: np.ndarray, value: Any, name: str) -> None:
     """Copy numbers in lists and arrays into an array. They must have its shape, and be numbers."""
+    fits = isinstance(value, list) and len(value) == len(array)
     if isinstance(value, np.ndarray) and value.shape == array.shape and value.dtype.kind in "fiub":
         array[...] = value
-    elif isinstance(value, list) and len(value) == len(array) and array.ndim > 1:
+    elif fits and array.ndim > 1:
         for row, entry in zip(array, value):
             _fill(row, entry, name)
-    elif (
-        isinstance(value, list)
-        and len(value) == len(array)
-        and all(isinstance(entry, NUMBERS) for entry in value)
-    ):
+    elif fits and all(isinstance(entry, NUMBERS) for entry in value):
         array[...] = value
     else:
         raise BadRequest(f"{name} must be numbers, in an array or in lists of equal lengths.")

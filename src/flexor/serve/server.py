@@ -70,10 +70,9 @@ class PolicyServer:
         switch = sys.getswitchinterval()
         try:
             sys.setswitchinterval(SWITCH_S)
-            window = self.settings.batch_window_ms
-            batcher = RequestBatcher(
-                self.predictor.answer, self.predictor.max_batch, None if window is None else window / 1e3
-            )
+            window_ms = self.settings.batch_window_ms
+            window_s = None if window_ms is None else window_ms / 1e3
+            batcher = RequestBatcher(self.predictor.answer, self.predictor.max_batch, window_s)
             await asyncio.get_running_loop().run_in_executor(batcher.thread, self.predictor.warm)
             self.model = LocalModel(self.predictor, batcher, self.settings)
             worker = asyncio.create_task(batcher.run())

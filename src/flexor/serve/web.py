@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import functools
 import http
-import resource
 import time
 from collections.abc import Iterable, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import numpy as np
+import psutil
 from websockets.datastructures import Headers
 from websockets.http11 import Response
 
@@ -115,6 +114,6 @@ def _small(image: np.ndarray) -> str:
 def resident_bytes() -> int:
     """Memory of this process; 0 where the system does not say."""
     try:
-        return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
-    except OSError:
+        return int(psutil.Process().memory_info().rss)
+    except psutil.Error:
         return 0

@@ -36,6 +36,12 @@ OBSERVED = {
     "environment_state_agent_pos": ("observation.environment_state", "environment_state"),
 }
 
+# what both kinds of recordings have of a step's outcome
+OUTCOME: dict[str, dict[str, Any]] = {
+    "next.reward": {"dtype": "float32", "shape": (1,), "names": None},
+    "next.done": {"dtype": "bool", "shape": (1,), "names": None},
+    "next.success": {"dtype": "bool", "shape": (1,), "names": None},
+}
 REST = 8  # steps recorded after the block was put down
 
 # Increase it if the files of a dataset change although settings and demonstrations do not.
@@ -81,12 +87,8 @@ class RecordSettings:
 
 def features(image_size: int, obs_type: str = PIXELS, targets: int = 1) -> dict[str, dict[str, Any]]:
     """The dataset's features in LeRobot's format."""
-    axes = ["x", "y", "opening"]
-    picture = {
-        "dtype": "video",
-        "shape": (image_size, image_size, 3),
-        "names": ["height", "width", "channels"],
-    }
+    axes, size = ["x", "y", "opening"], (image_size, image_size, 3)
+    picture = {"dtype": "video", "shape": size, "names": ["height", "width", "channels"]}
     discs = ["disc"] if targets == 1 else [f"{colour}_disc" for colour in COLOURS]
     names = [f"{thing}_{axis}" for thing in ("block", *discs) for axis in "xy"]
     places = {"dtype": "float32", "shape": (len(names),), "names": names}
@@ -95,9 +97,7 @@ def features(image_size: int, obs_type: str = PIXELS, targets: int = 1) -> dict[
         name: picture if obs_type == PIXELS else places,
         "observation.state": {"dtype": "float32", "shape": (3,), "names": axes},
         "action": {"dtype": "float32", "shape": (3,), "names": axes},
-        "next.reward": {"dtype": "float32", "shape": (1,), "names": None},
-        "next.done": {"dtype": "bool", "shape": (1,), "names": None},
-        "next.success": {"dtype": "bool", "shape": (1,), "names": None},
+        **OUTCOME,
     }
 
 

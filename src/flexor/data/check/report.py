@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from flexor.core.findings import ERROR, WARNING, Finding, Fix
+from flexor.core.name_ranges import consecutive
 from flexor.core.output_paths import make_parents
 
 
@@ -123,14 +124,9 @@ def _group_lines(group: list[Finding]) -> Iterable[str]:
 
 def ranges(numbers: list[int]) -> str:
     """0, 1, 2, 5 -> "0-2, 5"; the list is truncated after ten parts."""
-    parts: list[list[int]] = []
-    for number in numbers:
-        if parts and number == parts[-1][1] + 1:
-            parts[-1][1] = number
-        else:
-            parts.append([number, number])
-    listing = [str(a) if a == b else f"{a}-{b}" for a, b in parts[:10]]
-    more = f" and {sum(b - a + 1 for a, b in parts[10:])} more" if len(parts) > 10 else ""
+    parts = consecutive(numbers)
+    listing = [str(part[0]) if len(part) == 1 else f"{part[0]}-{part[-1]}" for part in parts[:10]]
+    more = f" and {sum(map(len, parts[10:]))} more" if len(parts) > 10 else ""
     return ", ".join(listing) + more
 
 

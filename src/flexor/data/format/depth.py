@@ -63,19 +63,12 @@ def depth_scale(info: Mapping[str, Any]) -> DepthScale | None:
     """The scale in the `info` of a feature, or None if it is not a depth map. Malformed numbers raise a ValueError."""
     if not (info.get("is_depth_map") or info.get("video.is_depth_map")):
         return None
-    default = DepthScale()
-
-    def setting(name: str, default_value: Any) -> Any:
-        value = info.get(f"video.{name}")
-        return default_value if value is None else value
-
-    return DepthScale(
-        low=float(setting("depth_min", default.low)),
-        high=float(setting("depth_max", default.high)),
-        shift=float(setting("shift", default.shift)),
-        use_log=bool(setting("use_log", default.use_log)),
-        unit=None if info.get("depth_unit") is None else str(info["depth_unit"]),
-    )
+    names = {"depth_min": "low", "depth_max": "high", "shift": "shift"}
+    declared = {name: info.get(f"video.{key}") for key, name in names.items()}
+    numbers: dict[str, Any] = {name: float(value) for name, value in declared.items() if value is not None}
+    use_log = True if info.get("video.use_log") is None else bool(info["video.use_log"])
+    unit = None if info.get("depth_unit") is None else str(info["depth_unit"])
+    return DepthScale(**numbers, use_log=use_log, unit=unit)
 
 
 @lru_cache(maxsize=64)

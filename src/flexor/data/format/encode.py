@@ -90,10 +90,7 @@ class VideoSettings:
         """The `info` block of a video feature in meta/info.json, as LeRobot writes it."""
         rate = frame_rate(self.fps)
         info: dict[str, Any] = {
-            "video.height": self.height,
-            "video.width": self.width,
-            "video.codec": self.codec,
-            "video.pix_fmt": self.pix_fmt,
+            **{f"video.{name}": getattr(self, name) for name in ("height", "width", "codec", "pix_fmt")},
             "video.is_depth_map": False,
             "video.fps": int(rate) if rate.denominator == 1 else float(rate),
             "video.channels": 3,

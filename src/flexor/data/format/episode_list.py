@@ -11,6 +11,7 @@ from pathlib import Path
 import numpy as np
 
 from flexor.core.errors import ConfigError, DatasetError
+from flexor.core.name_ranges import consecutive
 
 SHOWN_TASKS = 10  # in an error message
 
@@ -63,13 +64,8 @@ def _wrong(text: str, where: str, why: str) -> ConfigError:
 
 def write_episodes(episodes: Iterable[int]) -> str:
     """The text that `parse_episodes` reads; consecutive indices become ranges."""
-    runs: list[list[int]] = []
-    for episode in sorted(set(episodes)):
-        if runs and episode == runs[-1][1]:
-            runs[-1][1] += 1
-        else:
-            runs.append([episode, episode + 1])
-    return ",".join(str(first) if end == first + 1 else f"{first}:{end}" for first, end in runs)
+    runs = consecutive(sorted(set(episodes)))
+    return ",".join(str(run[0]) if len(run) == 1 else f"{run[0]}:{run[-1] + 1}" for run in runs)
 
 
 def _read(text: str, where: str) -> list[int]:
@@ -78,9 +74,8 @@ def _read(text: str, where: str) -> list[int]:
         if not isinstance(episodes, list) or not all(type(e) is int and e >= 0 for e in episodes):
             raise ValueError("the file contains something else")
     except (OSError, ValueError) as error:
-        raise ConfigError(
-            f"{where}={text}: can't read a list of episodes such as [0, 1, 2] from this file ({error})."
-        ) from error
+        problem = f"can't read a list of episodes such as [0, 1, 2] from this file ({error})."
+        raise ConfigError(f"{where}={text}: {problem}") from error
     return episodes
 
 
@@ -93,7 +88,7 @@ def select_episodes(
     exclude: Sequence[int] | str | None = None,
     by_task: Sequence[str] | str | None = None,
 ) -> list[int]:
-    """The requested ones of the episodes `there`, without the excluded ones, that have one of the tasks.
+    """The requested ones of the `available` episodes, without the excluded ones, that have one of the tasks.
 
     `tasks` are those of each episode. `name` is the dataset's, for messages.
     """
@@ -114,9 +109,7 @@ def checked_episodes(
 ) -> list[int]:
     """The requested episodes, once each and in order; an episode that does not exist is an error."""
     if isinstance(episodes, str):
-        episodes = parse_episodes(
-            episodes, f"dataset.{setting}", int(available.max()) + 1 if len(available) else 0
-        )
+        episodes = parse_episodes(episodes, f"dataset.{setting}", int(available.max(initial=-1)) + 1)
     requested = sorted({int(episode) for episode in episodes})
     existing = set(available.tolist())
     missing = [episode for episode in requested if episode not in existing]

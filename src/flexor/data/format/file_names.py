@@ -24,10 +24,8 @@ V2 = {
 V3_FIELDS = ("chunk_index", "file_index", "episode_index", "episode_chunk")
 V2_FIELDS = ("episode_chunk", "episode_index", "chunk_index")
 
-
-NUMBER_FORMAT = re.compile(
-    r"0?[1-9]?d?"
-)  # at most nine digits: {chunk_index:0999999999d} would fill the memory
+# at most nine digits: {chunk_index:0999999999d} would fill the memory
+NUMBER_FORMAT = re.compile(r"0?[1-9]?d?")
 
 
 class FileNames:
@@ -37,8 +35,9 @@ class FileNames:
         self._v3 = v3
         self._per_chunk = _positive(info.get("chunks_size"), 1000)
         defaults, fields = (V3, V3_FIELDS) if v3 else (V2, V2_FIELDS)
-        self._data = _checked("data_path", info.get("data_path"), defaults, fields)
-        self._video = _checked("video_path", info.get("video_path"), defaults, (*fields, "video_key"))
+        self._data = _checked("data_path", info.get("data_path"), defaults["data_path"], fields)
+        fields = (*fields, "video_key")
+        self._video = _checked("video_path", info.get("video_path"), defaults["video_path"], fields)
 
     def data(self, episode: int, chunk: int | None = None, file: int | None = None) -> str:
         """The table that contains an episode; v3.0 metadata gives its chunk and file."""
@@ -65,14 +64,12 @@ def _is_plain(field: str, style: str) -> bool:
     return not style if field == "video_key" else NUMBER_FORMAT.fullmatch(style) is not None
 
 
-def _checked(
-    name: str, template: object, defaults: dict[str, str], fields: tuple[str, ...]
-) -> Callable[..., str]:
+def _checked(name: str, template: object, default: str, fields: tuple[str, ...]) -> Callable[..., str]:
     """The template as a function of its fields."""
     if template is None:
-        template = defaults[name]
+        template = default
     if not isinstance(template, str):
-        raise ValueError(f"{name} is {template!r}, not a template such as {defaults[name]!r}")
+        raise ValueError(f"{name} is {template!r}, not a template such as {default!r}")
     try:
         for _, field, style, conversion in Formatter().parse(template):
             if field is not None and field not in fields:

@@ -133,7 +133,7 @@ class BrokenFile(DatasetError):
 
 
 def read_metadata(source: Source) -> Metadata:
-    info = _read_json(source, "meta/info.json")
+    info = _read(source, "meta/info.json", read_json_object)
     version = str(info.get("codebase_version", "missing"))
     try:
         features = {name: declared_feature(name, spec) for name, spec in info["features"].items()}
@@ -143,12 +143,9 @@ def read_metadata(source: Source) -> Metadata:
     readers: dict[str, Callable[[Source, FileNames, list[str]], tuple[EpisodeFiles, list[str]]]]
     readers = {"v3.0": _read_v3, "v2.1": _read_v2, "v2.0": _read_v2}
     if version not in readers:
-        raise BrokenFile(
-            source,
-            "meta/info.json",
-            f"codebase_version is {version!r}, but Flexor supports only {', '.join(readers)}. "
-            f"Convert the dataset with LeRobot's conversion scripts",
-        )
+        problem = f"codebase_version is {version!r}, but Flexor supports only {', '.join(readers)}"
+        fix = "Convert the dataset with LeRobot's conversion scripts"
+        raise BrokenFile(source, "meta/info.json", f"{problem}. {fix}")
     try:
         names = FileNames(info, v3=version == "v3.0")
     except ValueError as error:
@@ -308,9 +305,8 @@ def _read_tasks_v3(source: Source) -> list[str]:
     # pandas stored the task strings as an index; its column name depends on the writer.
     text = [f.name for f in table.schema if pa.types.is_string(f.type) or pa.types.is_large_string(f.type)]
     if not text or "task_index" not in table.column_names:
-        raise BrokenFile(
-            source, "meta/tasks.parquet", f"columns task and task_index are missing in {table.column_names}"
-        )
+        problem = f"columns task and task_index are missing in {table.column_names}"
+        raise BrokenFile(source, "meta/tasks.parquet", problem)
     pairs = zip(table["task_index"].to_pylist(), table[text[0]].to_pylist())
     return _by_index(source, "meta/tasks.parquet", pairs)
 
@@ -346,9 +342,8 @@ def _check_totals(source: Source, info: dict, episodes: EpisodeFiles) -> None:
     counted = {"total_episodes": len(episodes.index), "total_frames": int(episodes.length.sum())}
     wrong = [f"{name}={info[name]}, not {n}" for name, n in counted.items() if info.get(name, n) != n]
     if wrong:
-        warn_once(
-            "%s: meta/info.json does not match the episode metadata: it has %s", source, " and ".join(wrong)
-        )
+        text = "%s: meta/info.json does not match the episode metadata: it has %s"
+        warn_once(text, source, " and ".join(wrong))
 
 
 def _read_stats(source: Source, features: dict[str, Feature]) -> Stats:
@@ -358,7 +353,7 @@ def _read_stats(source: Source, features: dict[str, Feature]) -> Stats:
         return {}
     try:
         if file == "meta/stats.json":
-            stats = statistics.from_json(_read_json(source, file))
+            stats = statistics.from_json(_read(source, file, read_json_object))
         else:
             rows = sorted(_read_jsonl(source, file), key=lambda row: row["episode_index"])
             stats = statistics.aggregate_stats([statistics.from_json(row["stats"]) for row in rows])
@@ -379,27 +374,20 @@ def _read_stats(source: Source, features: dict[str, Feature]) -> Stats:
 
 def read_episode_stats(source: Source, feature: str, key: str) -> dict[int, np.ndarray]:
     """One statistic of a feature by episode, as far as the metadata has it: they are not needed to train."""
-    values_by_episode: dict[int, np.ndarray] = {}
+    pairs: list[tuple[Any, Any]] = []
     try:
         if source.exists("meta/episodes_stats.jsonl"):
-            for line in _read_jsonl(source, "meta/episodes_stats.jsonl"):
-                values_by_episode[int(line["episode_index"])] = np.asarray(
-                    line["stats"][feature][key], np.float64
-                )
-            return values_by_episode
+            lines = _read_jsonl(source, "meta/episodes_stats.jsonl")
+            pairs = [(line["episode_index"], line["stats"][feature][key]) for line in lines]
+            return {int(episode): np.asarray(value, np.float64) for episode, value in pairs}
         column = f"stats/{feature}/{key}"
         for file in source.list("meta/episodes", ".parquet"):
             if column in parquet_columns(source, file):
                 table = read_parquet(source, file, ["episode_index", column])
-                for episode, value in zip(table["episode_index"].to_pylist(), table[column].to_pylist()):
-                    values_by_episode[int(episode)] = np.asarray(value, np.float64)
+                pairs += zip(table["episode_index"].to_pylist(), table[column].to_pylist())
+        return {int(episode): np.asarray(value, np.float64) for episode, value in pairs}
     except (*MALFORMED, DatasetError):
         return {}
-    return values_by_episode
-
-
-def _read_json(source: Source, name: str) -> dict[str, Any]:
-    return _read(source, name, read_json_object)
 
 
 def _read_jsonl(source: Source, name: str, needed: bool = True) -> list[dict]:

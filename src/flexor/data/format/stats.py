@@ -160,9 +160,8 @@ def image_stats(counts: np.ndarray, images: int) -> Stats:
     high = np.array([np.flatnonzero(channel)[-1] for channel in counts])
     stats = {"min": low, "max": high, "mean": mean, "std": np.sqrt(variance)}
     pixels = np.arange(256, dtype=np.float32)  # float32 because LeRobot's bins are, for uint8 images
-    edges = [
-        np.linspace(np.float32(lo) - 1e-10, np.float32(hi) + 1e-10, BINS + 1) for lo, hi in zip(low, high)
-    ]
+    ends = zip(low.astype(np.float32), high.astype(np.float32))
+    edges = [np.linspace(lo - 1e-10, hi + 1e-10, BINS + 1) for lo, hi in ends]
     histograms = [np.histogram(pixels, bins=e, weights=c)[0] for e, c in zip(edges, counts)]
     for name, q in QUANTILES.items():
         stats[name] = np.array([_quantile(h, e, q * n) for h, e, n in zip(histograms, edges, total)])

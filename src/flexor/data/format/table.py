@@ -70,16 +70,8 @@ def read_table(
     if not pieces:  # nothing to make columns of
         none = np.empty(0, np.int64)
         return FrameTable({}, {}, missing, none, none, none, bad)
-    columns = {
-        name: np.concatenate([piece.columns[name] for piece in pieces])
-        for name, feature in readable.items()
-        if feature.is_numeric
-    }
-    strings = {
-        name: [text for piece in pieces for text in piece.strings[name]]
-        for name, feature in readable.items()
-        if not feature.is_numeric
-    }
+    columns = {n: np.concatenate([piece.columns[n] for piece in pieces]) for n in pieces[0].columns}
+    strings = {n: [text for piece in pieces for text in piece.strings[n]] for n in pieces[0].strings}
     return FrameTable(
         columns,
         strings,
@@ -126,11 +118,8 @@ def fill_in(
 
 
 def _is_missing(feature: Feature, present: list[str], readable: dict[str, Feature]) -> bool:
-    return (
-        not feature.is_video
-        and feature.name not in readable
-        and not (feature.is_image and feature.name in present)
-    )
+    stored = feature.name in readable or (feature.is_image and feature.name in present)
+    return not feature.is_video and not stored
 
 
 def _why_missing(feature: Feature, file: str) -> str:
@@ -146,7 +135,8 @@ def _read_file(
     missing = [name for name in features if name not in present]
     if missing:
         raise BrokenFile(source, file, f"columns {missing} are missing, though other data files have them")
-    table = read_parquet(source, file, list(dict.fromkeys([*features, *_index_column(present)])))
+    index_column = {"episode_index"} & {*present} - {*features}
+    table = read_parquet(source, file, [*features, *index_column])
     spans, bad = _episode_spans(file, table, episodes, selected)
     if not spans:
         return _Piece(bad=bad)
@@ -163,10 +153,6 @@ def _read_file(
     return _Piece(columns, strings, index, length, first_row, bad)
 
 
-def _index_column(present: list[str]) -> list[str]:
-    return ["episode_index"] if "episode_index" in present else []
-
-
 def _episode_spans(
     file: str, table: pa.Table, episodes: EpisodeFiles, selected: list[int]
 ) -> tuple[list[tuple[int, int, int]], dict[int, str]]:
@@ -174,13 +160,10 @@ def _episode_spans(
     if "episode_index" in table.column_names:
         index = table["episode_index"].to_numpy()
         if index.dtype.kind not in "iuf":
-            return [], dict.fromkeys(
-                selected, f"{file}: the column episode_index contains {index.dtype}, not numbers"
-            )
-    else:
-        index = np.full(
-            table.num_rows, selected[0]
-        )  # v2 without the column: the file contains only this episode
+            problem = f"{file}: the column episode_index contains {index.dtype}, not numbers"
+            return [], dict.fromkeys(selected, problem)
+    else:  # v2 without the column: the file contains only this episode
+        index = np.full(table.num_rows, selected[0])
     spans, bad = [], {}
     runs = _runs(index)
     for episode in selected:
@@ -218,10 +201,8 @@ def _to_numpy(source: Source, file: str, column: pa.ChunkedArray, feature: Featu
     shape = (rows,) if feature.shape == (1,) else (rows, *feature.shape)
     flat = values.to_numpy(zero_copy_only=False)
     if flat.size != int(np.prod(shape)):
-        problem = (
-            f"column {feature.name} has {flat.size} values in {rows} rows, not shape {feature.shape} per row"
-        )
-        raise BrokenFile(source, file, problem)
+        problem = f"has {flat.size} values in {rows} rows, not shape {feature.shape} per row"
+        raise BrokenFile(source, file, f"column {feature.name} {problem}")
     return np.ascontiguousarray(flat.reshape(shape), _item_dtype(flat.dtype))
 
 

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 import numpy as np
@@ -55,13 +54,9 @@ class DatasetWriter:
         }
         for name, settings in self._video.items():
             settings.check(f"feature {name!r}")
-        described = {
-            n: f | {"info": self._video[n].info()} if n in self._video else f
-            for n, f in self.features.items()
-        }
-        self._files = DatasetFiles(
-            Path(root), fps, described, robot_type, data_files_mb, video_files_mb, chunk_size
-        )
+        described = self.features | {n: self.features[n] | {"info": v.info()} for n, v in self._video.items()}
+        sizes = data_files_mb, video_files_mb, chunk_size
+        self._files = DatasetFiles(Path(root), fps, described, robot_type, *sizes)
         self.root, self.fps = self._files.root, self._files.fps
         self._closed = False
         self.discard_episode()
@@ -124,9 +119,7 @@ class DatasetWriter:
     def __enter__(self) -> DatasetWriter:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: object, *_: object) -> None:
         if kind is None:
             self.close()
         else:  # the dataset is incomplete, so it gets no info.json
@@ -145,14 +138,9 @@ class DatasetWriter:
                 raise DatasetError(
                     f"{where}: unknown feature {name!r}. The features are {', '.join(self.features)}."
                 )
-        missing = [name for name in self.features if name not in frame]
-        if missing:
-            raise DatasetError(
-                f"{where}: no value for {', '.join(missing)}. A frame needs a value for every feature."
-            )
-        return {
-            name: checked_value(f"{where}: {name!r}", frame[name], f) for name, f in self.features.items()
-        }
+        if missing := ", ".join(name for name in self.features if name not in frame):
+            raise DatasetError(f"{where}: no value for {missing}. A frame needs a value for every feature.")
+        return {n: checked_value(f"{where}: {n!r}", frame[n], f) for n, f in self.features.items()}
 
     def _episode_columns(self) -> dict[str, Any]:
         """The episode as columns: lists of PNG bytes or text, or arrays [T, ...]."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import cache
 
 from flexor.core.errors import DatasetError, SourceError
 from flexor.core.log import warn_once, with_examples
@@ -99,20 +100,11 @@ def missing_files(
     source: Source, meta: Metadata, cameras: Iterable[str], selected: Iterable[int]
 ) -> dict[int, str]:
     """Episodes with a missing table or video file."""
-    exists: dict[str | None, bool] = {}
-
-    def is_missing(file: str | None) -> bool:
-        if file not in exists:
-            exists[file] = file is not None and source.exists(file)
-        return not exists[file]
-
-    reasons = {}
+    exists, reasons = cache(source.exists), {}
     for episode in selected:
         files = {camera: meta.episodes.videos[camera].file[episode] for camera in cameras}
-        data_file = meta.episodes.data_file[episode]
-        missing = [
-            name for name in (data_file, *(file for file in files.values() if file)) if is_missing(name)
-        ]
+        named = [meta.episodes.data_file[episode], *filter(None, files.values())]
+        missing = [file for file in named if not exists(file)]
         unnamed = [camera for camera, file in files.items() if file is None]
         if missing:
             reasons[episode] = f"{missing[0]} is missing"

@@ -87,7 +87,7 @@ class FrameCache:
         self._maps = maps
         self._leave: weakref.finalize | None = None
         self._unlooked = (
-            LOOK_EVERY  # bytes written since the last check of free space; the first frame triggers a check
+            LOOK_EVERY  # bytes written since the last check of free space; the first write checks
         )
         self._once = threading.Lock()
         self._syncing = threading.Lock()
@@ -219,9 +219,7 @@ class FrameCache:
             assert self._sizes is not None or size == self.planes.shape[1]
             if self._ready[frame] or size > self.planes.shape[1]:
                 continue  # a JPEG larger than its slot is not cached, so its frame is decoded at every read
-            files = (
-                self._files
-            )  # a reference, so that the descriptors stay open after a close() by another thread
+            files = self._files  # a reference: the descriptors stay open after a close() by another thread
             # a write to a file that was truncated would fill it up with zeros
             if not self.accepting or not self.intact():
                 return

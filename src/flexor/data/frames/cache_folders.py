@@ -249,9 +249,8 @@ def render(infos: list[CacheInfo]) -> str:
     """The table of `flexor data cache --list`."""
     if not infos:
         return f"no frame caches in {disk_folder()}"
-    rows: list[list[object]] = [
-        ["dataset", "camera", "size", "format", "frames", "GB", "last used", "", "folder"]
-    ]
+    titles = ["dataset", "camera", "size", "format", "frames", "GB", "last used", "", "folder"]
+    rows: list[list[object]] = [[*titles]]
     for info in infos:
         size = "x".join(map(str, info.size)) if info.size else "native"
         when = time.strftime("%Y-%m-%d %H:%M", time.localtime(info.last_used))

@@ -130,9 +130,8 @@ class VideoClip:
         return self._numbers
 
     def starts(self) -> np.ndarray:
-        _, first, group = np.unique(
-            self.file.index.start[self.numbers], return_index=True, return_inverse=True
-        )
+        starts = self.file.index.start[self.numbers]
+        _, first, group = np.unique(starts, return_index=True, return_inverse=True)
         return first[group]
 
     def request(self, frames: np.ndarray) -> tuple[object, Decode, np.ndarray]:
@@ -142,16 +141,13 @@ class VideoClip:
     def _match(self) -> np.ndarray:
         times, rule = self.file.index.times, self.rule
         try:
-            match = match_frames(
-                times, self.times, self.start, self.stop, rule.fps, rule.tolerance_s, rule.frame_by
-            )
+            span = self.start, self.stop
+            match = match_frames(times, self.times, *span, rule.fps, rule.tolerance_s, rule.frame_by)
         except NoMatch as error:
             raise DatasetError(f"{self.file.name} does not match episode {self.episode}: {error}") from error
         if match.seconds_off:
-            camera = self.file.feature.name
-            rule.repeats.add(
-                BY_INDEX, f"episode {self.episode}, {camera}: up to {match.seconds_off:.2f} s off"
-            )
+            clip = f"episode {self.episode}, {self.file.feature.name}"
+            rule.repeats.add(BY_INDEX, f"{clip}: up to {match.seconds_off:.2f} s off")
         return match.numbers
 
 

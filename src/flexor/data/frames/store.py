@@ -126,10 +126,7 @@ class FrameStore:
             to_rgb(format, planes[0], out[first])
             out[repeats] = out[first]
 
-        bad = self.decode(camera, missing, lambda i: planes[0], show)
-        if bad:
-            first = min(bad)
-            raise DatasetError(f"{self.where(camera, int(missing[first]))}: {bad[first]}")
+        self._raise_bad(camera, missing, self.decode(camera, missing, lambda i: planes[0], show))
         self.repeats.tell()
         return out
 
@@ -174,11 +171,13 @@ class FrameStore:
 
     def _decode_again(self, camera: str, ids: np.ndarray, planes: np.ndarray) -> None:
         """Frames that were in the cache, and are damaged there."""
-        bad = self.decode(camera, ids, planes.__getitem__)
+        self._raise_bad(camera, ids, self.decode(camera, ids, planes.__getitem__))
+        self.add_to_cache(camera, ids, list(planes))
+
+    def _raise_bad(self, camera: str, ids: np.ndarray, bad: dict[int, str]) -> None:
         if bad:
             first = min(bad)
             raise DatasetError(f"{self.where(camera, int(ids[first]))}: {bad[first]}")
-        self.add_to_cache(camera, ids, list(planes))
 
     def add_to_cache(self, camera: str, ids: np.ndarray, planes: Sequence[Slot]) -> None:
         """Cache decoded frames, if there is a cache."""
@@ -285,10 +284,7 @@ class FrameStore:
             _, frame_numbers, positions = files.setdefault(file, (decode, [], []))
             frame_numbers.append(numbers)
             positions += places
-        return [
-            (decode, np.concatenate(frame_numbers), positions)
-            for decode, frame_numbers, positions in files.values()
-        ]
+        return [(decode, np.concatenate(parts), positions) for decode, parts, positions in files.values()]
 
     def _format(self, clip: Clip, frame: av.VideoFrame) -> PlaneFormat:
         depth = clip.feature.depth
@@ -309,12 +305,9 @@ class FrameStore:
                     if decoded:
                         format = self._format(clip, decoded[0])
                         format = resized(format, *self.size) if self.size else format
-                        planar = format.layout == "yuv420p"
-                        return (
-                            PlaneFormat(format.height, format.width, "rgb24")
-                            if self.rgb and planar
-                            else format
-                        )
+                        if self.rgb and format.layout == "yuv420p":
+                            return PlaneFormat(format.height, format.width, "rgb24")
+                        return format
                     reason = bad[0]
             except DatasetError as error:
                 reason = str(error)

@@ -116,17 +116,16 @@ class Batcher:
         with torch.cuda.stream(self.stream):
             moved: Batch = {}
             for key, value in batch.items():
-                moved |= value.on(self.device) if isinstance(value, Packed) else {key: self._moved(value)}
+                if isinstance(value, Packed):
+                    moved |= value.on(self.device)
+                else:
+                    moved[key] = value.on(self.device) if isinstance(value, Staged) else value
         current = torch.cuda.current_stream(self.device)
         current.wait_stream(self.stream)
         for value in moved.values():
             if isinstance(value, Tensor) and value.is_cuda:
                 value.record_stream(current)  # otherwise its memory could be reused while training reads it
         return moved
-
-    def _moved(self, value: Any) -> Any:
-        assert self.device is not None
-        return value.on(self.device) if isinstance(value, Staged) else value
 
     def _fill(self, step: Step, frames: StepFrames) -> list[Job]:
         camera, samples = frames.camera, np.arange(len(frames.ids))

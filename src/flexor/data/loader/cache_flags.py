@@ -50,9 +50,8 @@ def check(parsed: argparse.Namespace) -> None:
     for job, names in flags.items():
         for name in names:
             if job != selected and getattr(parsed, name) not in (None, False):
-                raise ConfigError(
-                    f"--{name.replace('_', '-')} is only valid with {job}, not with {selected}."
-                )
+                flag = f"--{name.replace('_', '-')}"
+                raise ConfigError(f"{flag} is only valid with {job}, not with {selected}.")
 
 
 def _amount(**units: int) -> Callable[[str], int]:

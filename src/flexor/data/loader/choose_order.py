@@ -26,13 +26,8 @@ from flexor.data.order.order import SampleOrder, StreamingOrder, StreamOnceOrder
 from flexor.data.settings import CacheConfig, DatasetConfig, OrderConfig
 
 # Cache tier -> order; "none" is a dataset without cameras.
-KINDS: dict[str, Any] = {
-    "none": "uniform",
-    "stream": "streaming",
-    "ram": "cached",
-    "disk": "cached",
-    "gpu": "resident",
-}
+KINDS: dict[str, Any] = {"none": "uniform", "stream": "streaming", "gpu": "resident"}
+KINDS |= dict.fromkeys(("ram", "disk"), "cached")
 LEAST_POOL, MOST_POOL = 256 << 20, 2_000_000_000  # bytes, unless pool_gb is given
 TARGET_UNITS = 4  # units in the pool per sample of a batch: shuffles almost as well as a uniform order
 UNITS_PER_LANE = 2  # minimum in the pool at a time
@@ -62,10 +57,10 @@ def choose_order(
         return _joined(dataset, parts, uniform), order, pool_budget(settings.cache, LEAST_POOL)
     unit = order.unit or _least_unit(dataset)
     units = [units_of(part.dataset, deltas, drop_last_frames, unit, settings.on_bad_frame) for part in parts]
-    shares = _shares(parts)
+    total_weight = sum(part.weight for part in parts)
+    shares = [part.weight / total_weight for part in parts]
     size = sum(
-        share
-        * bytes_per_sample(part.dataset, part_units, sample_rows(part.dataset, drop_last_frames), deltas)
+        share * bytes_per_sample(part.dataset, part_units, drop_last_frames, deltas)
         for part, part_units, share in zip(parts, units, shares)
     )
     count, samples = sum(map(len, units)), sum(part_units.size for part_units in units)
@@ -79,19 +74,11 @@ def choose_order(
     order = replace(order, unit=unit, lanes=lanes, pool=pool_samples)
     log.info(
         "%d samples in %d decode units; shuffling %d lanes with a pool of %d samples each%s, %s",
-        samples,
-        count,
-        lanes,
-        pool_samples,
-        " in the first epoch" if order.kind != "streaming" else "",
-        gigabytes(pool),
+        *(samples, count, lanes, pool_samples),
+        *(" in the first epoch" if order.kind != "streaming" else "", gigabytes(pool)),
     )
-    orders = [
-        _order_of(
-            order, part_units, uniform_order, part_seed, _lanes_of(lanes, share, part_units, len(parts))
-        )
-        for part_units, uniform_order, part_seed, share in zip(units, uniform, seeds, shares)
-    ]
+    lanes_of = [_lanes_of(lanes, share, part, len(parts)) for part, share in zip(units, shares)]
+    orders = [_order_of(order, *part) for part in zip(units, uniform, seeds, lanes_of)]
     return _joined(dataset, parts, orders), order, pool
 
 
@@ -124,11 +111,6 @@ def _parts(dataset: Dataset, drop_last_frames: int) -> list[_Part]:
     ]
     views = [dataset] if len(mixed) == 1 else [dataset.select(part.episodes) for part in mixed]
     return [_Part(view, numbers, weight) for view, numbers, weight in zip(views, samples_of_part, weights)]
-
-
-def _shares(parts: list[_Part]) -> list[float]:
-    total = sum(part.weight for part in parts)
-    return [part.weight / total for part in parts]
 
 
 def _joined(dataset: Dataset, parts: list[_Part], orders: Sequence[SampleOrder]) -> SampleOrder:
@@ -196,9 +178,10 @@ def _least_unit(dataset: Dataset) -> int:
 
 
 def bytes_per_sample(
-    dataset: Dataset, units: Units, rows: np.ndarray, deltas: Mapping[str, list[int]]
+    dataset: Dataset, units: Units, drop_last_frames: int, deltas: Mapping[str, list[int]]
 ) -> float:
     """Memory of a unit's frames per sample, averaged over some units."""
+    rows = sample_rows(dataset, drop_last_frames)
     trial_units = np.unique(np.linspace(0, len(units) - 1, 64).astype(int))
     total = 0
     for unit in trial_units.tolist():
@@ -212,7 +195,7 @@ def bytes_per_sample(
 
 
 def fit_lanes(batch: int, samples: int, units: int, capacity: int) -> tuple[int, int]:
-    """Lanes, and samples in the pool of each, for `room` samples in memory.
+    """Lanes, and samples in the pool of each, for `capacity` samples in memory.
 
     One lane per sample of the batch, so that each batch is spread over the whole dataset; or the largest
     divisor of the batch size that leaves each lane enough units to shuffle.

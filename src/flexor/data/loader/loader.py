@@ -37,9 +37,7 @@ PREFETCH_BYTES = 256 << 20  # limit for assembled batches that wait; one is alwa
 PREFETCH_STEPS = 8
 DEFAULT_POOL = 1 << 30
 WEIGHT_EPSILON = 1e-6  # LeRobot's, added to a sum of weights
-KEPT_POOLS = (
-    4  # per sample of a batch: there is at most one lane per sample, and one pool in use in each lane
-)
+KEPT_POOLS = 4  # per sample of a batch: there is at most one lane per sample, with one pool in use
 
 
 class DatasetProgress(NamedTuple):
@@ -184,12 +182,8 @@ class Loader(StepPlanner):
             samples_used[names[member]] += count
             samples_available[names[member]] += len(part.samples)
         return {
-            name: DatasetProgress(
-                samples_used[name],
-                samples_used[name] / max(1, position),
-                samples_used[name] / samples_available[name],
-            )
-            for name in names
+            name: DatasetProgress(used, used / max(1, position), used / samples_available[name])
+            for name, used in samples_used.items()
             if samples_available[name]
         }
 
@@ -207,33 +201,23 @@ class Loader(StepPlanner):
         now, before = Counter(self._counters), self._reported
         now["bytes"] = bytes_read()
         self._reported = now
-        cache = {"stream": "none"}.get(self.tier, self.tier)
-        return {
-            **work_since(now, before),
-            "threads": self.num_workers,
-            "source": self.dataset.source_kind,
-            "cache": cache,
-        }
+        cache = "none" if self.tier == "stream" else self.tier
+        about = {"threads": self.num_workers, "source": self.dataset.source_kind, "cache": cache}
+        return work_since(now, before) | about
 
     def counters(self) -> dict[str, Any]:
         """Frames and bytes read so far, and the threads' CPU seconds."""
         count, store = self._counters, self.dataset.store
-        cached_bytes = sum(
-            cache.count * store.format(camera).nbytes for camera, cache in store.caches.items()
-        )
         return {
-            "decoded": count["decoded"],
-            "delivered": count["delivered"],
-            "misses": count["misses"],
+            **{name: count[name] for name in ("decoded", "delivered", "misses")},
             "hits": max(0, count["delivered"] - count["misses"]),
-            "evictions": count["evictions"],
-            "bad_frames": count["bad_frames"],
-            "skipped_samples": count["skipped_samples"],
-            "substituted_samples": count["substituted_samples"],
+            **{name: count[name] for name in ("evictions", *PROBLEMS)},
             "bytes_read": bytes_read(),
             "pool_bytes": self.pool.used,
             "pool_peak_bytes": self.pool.peak,
-            "cache_bytes": cached_bytes,
+            "cache_bytes": sum(
+                cache.count * store.format(name).nbytes for name, cache in store.caches.items()
+            ),
             "decode_s": count["decode_us"] / 1e6,
             "convert_s": count["convert_us"] / 1e6,
         }
@@ -250,12 +234,8 @@ class Loader(StepPlanner):
     def _units(self, selection: Selection) -> list[tuple | None]:
         if not self.cameras or (selection.unit < 0).all():
             return [None] * len(selection)
-        keys = zip(
-            selection.epoch.tolist(),
-            selection.lane.tolist(),
-            selection.pool.tolist(),
-            selection.unit.tolist(),
-        )
+        columns = selection.epoch, selection.lane, selection.pool, selection.unit
+        keys = zip(*(column.tolist() for column in columns))
         units = [key if key[-1] >= 0 else None for key in keys]
         self._look_up_pools({key[:3] for key in units if key is not None})
         return units

@@ -58,23 +58,16 @@ def open_loader(
     if cameras:
         tier = open_tier(dataset, settings.cache, cameras, frame_device, [dataset, *also], local)
     on_gpu = bool(cameras) and decodes_on_gpu(dataset, settings.decoder, cameras, frame_device, local)
-    order, order_config, pool = choose_order(
-        dataset,
-        settings,
-        {camera: list(deltas.get(camera, [0])) for camera in cameras},
-        drop_last_frames=drop_last_frames,
-        batch=batch_size * accumulation * world_size,
-        seed=seed,
-        tier=tier,
-    )
+    camera_deltas = {camera: list(deltas.get(camera, [0])) for camera in cameras}
+    samples: dict[str, Any] = {"drop_last_frames": drop_last_frames, "seed": seed, "tier": tier}
+    batch = batch_size * accumulation * world_size
+    order, order_config, pool = choose_order(dataset, settings, camera_deltas, batch=batch, **samples)
     return Loader(
         dataset,
         deltas,
         cameras=cameras,
         batch_size=batch_size,
         accumulation=accumulation,
-        seed=seed,
-        drop_last_frames=drop_last_frames,
         num_workers=num_workers,
         rank=rank,
         world_size=world_size,
@@ -83,9 +76,9 @@ def open_loader(
         order_config=order_config,
         pool_bytes=pool // local,
         on_bad_frame=settings.on_bad_frame,
-        tier=tier,
         decoded_on_gpu=on_gpu,
         host_steps=host_steps,
+        **samples,
     )
 
 
@@ -98,12 +91,11 @@ def decodes_on_gpu(
     """Whether to use the GPU's decoder: if requested; or if supported, with enough GPU memory and few CPU cores."""
     if decoder == "cpu":
         return False
-    why_not = (
-        None if device is not None and device.type == "cuda" else f"images go to {device}, not to a CUDA GPU"
-    )
-    for camera in cameras:
-        if why_not is None and device is not None:
-            why_not = dataset.store.why_not_on_gpu(camera, device)
+    if device is None or device.type != "cuda":
+        why_not: str | None = f"images go to {device}, not to a CUDA GPU"
+    else:
+        reasons = (dataset.store.why_not_on_gpu(camera, device) for camera in cameras)
+        why_not = next(filter(None, reasons), None)
     if decoder == "nvdec":
         if why_not:
             raise ConfigError(
@@ -150,28 +142,20 @@ def open_tier(
         else:
             caches = _open_caches(dataset, cache, keys, None if tier == "ram" else disk_folder(), need)
             if tier == "ram" and local_ranks > 1 and any(c.folder is None for c in caches.values()):
-                log.warning(
-                    "shared memory is too small for a frame cache shared by %d ranks: using the disk",
-                    local_ranks,
-                )
+                text = "shared memory is too small for a frame cache shared by %d ranks: using the disk"
+                log.warning(text, local_ranks)
                 tier = "disk"
                 caches = _open_caches(dataset, cache, keys, disk_folder(), need)
             store.caches = caches
     except (DatasetError, torch.OutOfMemoryError, OSError) as error:
         store.caches = {}
-        log.warning(
-            "can't open a cache for the frames (%s): %s. Streaming frames instead", gigabytes(need), error
-        )
+        text = "can't open a cache for the frames (%s): %s. Streaming frames instead"
+        log.warning(text, gigabytes(need), error)
         return "stream"
-    cached = min(cache.count for cache in store.caches.values())
-    log.info(
-        "caching %s of frames %s; %s",
-        gigabytes(need),
-        {"ram": "in memory", "disk": f"in {disk_folder()}", "gpu": "on the GPU"}[tier],
-        "all are cached already"
-        if cached >= count
-        else "each frame is decoded once, when it is first needed",
-    )
+    where = {"ram": "in memory", "disk": f"in {disk_folder()}", "gpu": "on the GPU"}[tier]
+    cached = all(cache.count >= count for cache in store.caches.values())
+    when = "all are cached already" if cached else "each frame is decoded once, when it is first needed"
+    log.info("caching %s of frames %s; %s", gigabytes(need), where, when)
     return tier
 
 
@@ -183,18 +167,13 @@ def _pick_tier(cache: CacheConfig, need: int, keys: Mapping[str, CacheKey], coun
     if need <= memory:
         return "ram"
     if need <= disk:
-        log.info(
-            "frames take %s, more than the memory budget of %s: caching on disk",
-            gigabytes(need),
-            gigabytes(memory),
-        )
+        text = "frames take %s, more than the memory budget of %s: caching on disk"
+        log.info(text, gigabytes(need), gigabytes(memory))
         return "disk"
     log.info(
         "frames take %s, more than the budget in memory (%s) and on disk (%s): streaming, each frame is decoded once "
         "per epoch. --dataset.cache.size=224x224 or --dataset.cache.format=jpeg would make them smaller",
-        gigabytes(need),
-        gigabytes(memory),
-        gigabytes(disk),
+        *map(gigabytes, (need, memory, disk)),
     )
     return "stream"
 
@@ -237,14 +216,9 @@ def _open_caches(
             raise DatasetError(f"{folder} has no room for {gigabytes(need)}")
     return {
         camera: FrameCache.open(
-            folder,
-            key,
-            dataset.store.frames,
-            formats[camera].nbytes,
-            _layout(formats[camera]),
-            shares[camera],
+            folder, keys[camera], dataset.store.frames, format.nbytes, _layout(format), shares[camera]
         )
-        for camera, key in keys.items()
+        for camera, format in formats.items()
     }
 
 

@@ -16,33 +16,27 @@ class Packed:
     """Tensors by name, one after the other in `memory`, uint8 [n]."""
 
     memory: Tensor
-    layout: dict[str, tuple[int, torch.dtype, tuple[int, ...]]]  # first byte, type, shape
+    layout: dict[
+        str, tuple[int, torch.dtype, torch.Size, tuple[int, ...]]
+    ]  # first byte, type, shape, strides
 
     def on(self, device: torch.device) -> dict[str, Tensor]:
         """The tensors on a device. They share one piece of memory."""
         memory = self.memory.to(device, non_blocking=True)
-        typed = {dtype: memory.view(dtype) for _, dtype, _ in self.layout.values()}
+        typed = {dtype: memory.view(dtype) for _, dtype, *_ in self.layout.values()}
         return {
-            name: typed[dtype].as_strided(shape, _strides(shape), first // dtype.itemsize)
-            for name, (first, dtype, shape) in self.layout.items()
+            name: typed[dtype].as_strided(shape, strides, first // dtype.itemsize)
+            for name, (first, dtype, shape, strides) in self.layout.items()
         }
 
 
 def pack(tensors: Mapping[str, Tensor], pin_memory: bool = True) -> Packed:
     """Copy tensors into one piece of memory."""
-    layout, total = {}, 0
-    for name, tensor in tensors.items():
-        layout[name] = (total, tensor.dtype, tuple(tensor.shape))
-        total += -(-tensor.nbytes // ALIGNED) * ALIGNED
-    memory = torch.empty(total, dtype=torch.uint8, pin_memory=pin_memory)
-    for name, tensor in tensors.items():
-        first = layout[name][0]
-        memory[first : first + tensor.nbytes].view(tensor.dtype).view(tensor.shape).copy_(tensor)
+    sizes = [-(-tensor.nbytes // ALIGNED) * ALIGNED for tensor in tensors.values()]
+    memory = torch.empty(sum(sizes), dtype=torch.uint8, pin_memory=pin_memory)
+    layout, first = {}, 0
+    for (name, tensor), size in zip(tensors.items(), sizes):
+        copy = memory[first : first + tensor.nbytes].view(tensor.dtype).view(tensor.shape).copy_(tensor)
+        layout[name] = (first, tensor.dtype, tensor.shape, copy.stride())
+        first += size
     return Packed(memory, layout)
-
-
-def _strides(shape: tuple[int, ...]) -> list[int]:
-    strides = [1] * len(shape)
-    for i in range(len(shape) - 2, -1, -1):
-        strides[i] = strides[i + 1] * shape[i + 1]
-    return strides

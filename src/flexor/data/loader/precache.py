@@ -51,10 +51,7 @@ def precache(
     return {
         "dataset": dataset.repo_id,
         "complete": all(cached[camera] + broken[camera] == len(ids) for camera in selected),
-        "cameras": {
-            camera: {"frames": len(ids), "kept": cached[camera], "broken": broken[camera]}
-            for camera in selected
-        },
+        "cameras": {c: {"frames": len(ids), "kept": cached[c], "broken": broken[c]} for c in selected},
         "folder": str(disk_folder()),
         "wall_clock_s": round(time.monotonic() - started, 3),
     }

@@ -135,9 +135,8 @@ class Prefetcher(Generic[T]):
             if piece is None and not cached[i]:
                 piece = self._open_unit(key, number) if key is not None else None
                 if piece is None:
-                    piece = self._single_sample(
-                        {camera: frames[i] for camera, frames in ids.items()}, number, waits
-                    )
+                    sample = {camera: frames[i] for camera, frames in ids.items()}
+                    piece = self._single_sample(sample, number, waits)
             if self.closing:
                 return None
             pieces.append(piece)
@@ -311,7 +310,7 @@ class Prefetcher(Generic[T]):
         except BaseException as error:
             step.result.set_exception(error)
             return
-        self._count_assembling(started)
+        self._count(work_clock().since(started))
         jobs_left = [len(jobs)]
 
         def run(job: Callable[[], None]) -> None:
@@ -321,7 +320,7 @@ class Prefetcher(Generic[T]):
             except BaseException as error:
                 if not step.result.done():
                     step.result.set_exception(error)
-            self._count_assembling(started, "convert")
+            self._count(work_clock().since(started), "convert")
             with self.changed:
                 jobs_left[0] -= 1
                 last = jobs_left[0] == 0
@@ -331,9 +330,6 @@ class Prefetcher(Generic[T]):
         for job in jobs[1:]:
             self.reader_threads.submit((step.number, 0), partial(run, job))
         run(jobs[0])
-
-    def _count_assembling(self, started: WorkClock, job: str | None = None) -> None:
-        self._count(work_clock().since(started), job)
 
     def _count(self, work: WorkClock, job: str | None = None) -> None:
         with self.changed:

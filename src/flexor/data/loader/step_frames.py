@@ -19,6 +19,9 @@ from flexor.data.frames.slots import Slot
 from flexor.data.frames.store import FrameStore
 from flexor.data.loader.step import Piece, Step
 
+Replacements = dict[tuple[int, int], np.ndarray]
+"""Planes that replace a frame, by sample and step of its window."""
+
 
 @dataclass(eq=False)
 class StepFrames:
@@ -27,8 +30,7 @@ class StepFrames:
     camera: str
     ids: np.ndarray  # [b, T] frames
     pieces: list[Piece | None]  # [b] pieces that may contain them
-    replacements: dict[tuple[int, int], np.ndarray]
-    """Planes that replace a frame, by sample and step of its window."""
+    replacements: Replacements
 
     @cached_property
     def all_cached(self) -> bool:
@@ -63,7 +65,7 @@ class FrameFinder:
 
     def _find(self, step: Step) -> tuple[np.ndarray, list[StepFrames]]:
         order = np.arange(len(step.rows))
-        replacements: dict[str, dict[tuple[int, int], np.ndarray]] = {camera: {} for camera in step.ids}
+        replacements: dict[str, Replacements] = {camera: {} for camera in step.ids}
         broken: set[int] = set()
         for i, piece in enumerate(step.pieces):
             for camera, reasons in piece.bad.items() if piece is not None else ():
@@ -95,7 +97,7 @@ class FrameFinder:
 
     def _replace(
         self,
-        replacements: dict[tuple[int, int], np.ndarray],
+        replacements: Replacements,
         place: tuple[int, int],
         camera: str,
         frame: int,
@@ -116,21 +118,13 @@ class FrameFinder:
             )
         if (camera, episode) not in self._reported:
             self._reported.add((camera, episode))
-            consequence = (
-                "their samples are skipped"
-                if self.on_bad_frame == "skip"
-                else "the nearest frame replaces them"
-            )
-            place = (
-                f"{store.describe_episode(episode)}, {camera}, frame {frame - store.first_frame_of(episode)}"
-            )
-            store.repeats.add(
-                f"%d clips have frames that can't be decoded; {consequence}:", f"{place}: {reason}"
-            )
+            skipped = self.on_bad_frame == "skip"
+            consequence = "their samples are skipped" if skipped else "the nearest frame replaces them"
+            text = f"%d clips have frames that can't be decoded; {consequence}:"
+            number = frame - store.first_frame_of(episode)
+            store.repeats.add(text, f"{store.describe_episode(episode)}, {camera}, frame {number}: {reason}")
 
-    def _decode_late(
-        self, step: Step, replacements: dict[str, dict[tuple[int, int], np.ndarray]]
-    ) -> set[int]:
+    def _decode_late(self, step: Step, replacements: dict[str, Replacements]) -> set[int]:
         """Decode frames that are neither in a piece nor cached, immediately; returns bad samples."""
         broken = set()
         for camera, ids in step.ids.items():
@@ -169,9 +163,7 @@ class FrameFinder:
         raise DatasetError(f"{store.where(camera, frame)}: no frame of its episode can be decoded.")
 
 
-def _reordered(
-    replacements: dict[tuple[int, int], np.ndarray], order: np.ndarray
-) -> dict[tuple[int, int], np.ndarray]:
+def _reordered(replacements: Replacements, order: np.ndarray) -> Replacements:
     """The replacements of the samples that are now at each position."""
     return {
         (position, t): planes

@@ -41,11 +41,8 @@ def with_weights(
         weights = _of_dataset(dataset, settings, chunk, settings.progress_path)
     invalid = np.count_nonzero(~(np.isfinite(weights) & (weights >= 0)))
     if invalid or not weights.any():
-        problem = (
-            f"{invalid} of {len(weights)} weights are negative, NaN or infinite"
-            if invalid
-            else "all weights are 0"
-        )
+        wrong = f"{invalid} of {len(weights)} weights are negative, NaN or infinite"
+        problem = wrong if invalid else "all weights are 0"
         raise DatasetError(f"{dataset.repo_id}: {problem}. Correct the file or column of sample_weighting.")
     log.info(
         "sample weights (%s): mean %.3f, %.1f %% of the samples have none",
@@ -128,10 +125,8 @@ def _of_dataset(
     names = ["index", "episode_index", f"progress_{settings.head_mode}"]
     columns = _read(_find(dataset, path), names)
     extra_params = dict(settings.extra_params)
-    steps, fallback = (
-        int(extra_params.pop("chunk_size", chunk)),
-        float(extra_params.pop("fallback_weight", 1.0)),
-    )
+    steps = int(extra_params.pop("chunk_size", chunk))
+    fallback = float(extra_params.pop("fallback_weight", 1.0))
     if extra_params:
         raise ConfigError(f"sample_weighting.extra_params has unknown names: {', '.join(extra_params)}.")
     options = {"kappa": settings.kappa, "epsilon": settings.epsilon, "fallback": fallback}
@@ -182,11 +177,8 @@ def _read(path: Path, columns: Sequence[str]) -> list[np.ndarray]:
                     "--sample_weighting.head_mode or --sample_weighting.column."
                 )
             table = file.read(columns=list(columns))
-        columns_read = [table[name].to_numpy() for name in columns]
-        numbers = [
-            values.astype(np.int64 if n.endswith("index") else np.float64)
-            for n, values in zip(columns, columns_read)
-        ]
+        dtypes = [np.int64 if name.endswith("index") else np.float64 for name in columns]
+        numbers = [table[name].to_numpy().astype(dtype) for name, dtype in zip(columns, dtypes)]
     except (OSError, pa.ArrowException, ValueError, TypeError) as error:
         raise ConfigError(f"Can't read sample weights from {path}: {error}") from error
     if not len(numbers[0]) or numbers[0].min() < 0:

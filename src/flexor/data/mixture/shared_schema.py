@@ -101,9 +101,8 @@ def build_schema(
             padded[name] = lengths
     for camera in cameras:
         features[camera] = _camera(camera, datasets)
-    strings = [
-        n for n in datasets[0].dataset.strings if all(n in dataset.dataset.strings for dataset in datasets)
-    ]
+    members = [dataset.dataset for dataset in datasets]
+    strings = [name for name in members[0].strings if all(name in member.strings for member in members)]
     schema = SharedSchema(features, cameras, strings, blank, padded)
     schema.stats = [_padded_stats(dataset, schema) for dataset in datasets]
     for name, lengths in padded.items():
@@ -118,12 +117,8 @@ def mask_of(camera: str) -> str:
 
 def aligned_columns(dataset: RenamedDataset, schema: SharedSchema) -> dict[str, np.ndarray]:
     """The columns of one dataset in the form of all."""
-    columns = {}
-    for name, feature in schema.features.items():
-        if feature.is_camera:
-            continue
-        if name in dataset.columns:
-            columns[name] = _as(dataset.columns[name], feature)
+    features = {name: f for name, f in schema.features.items() if name in dataset.columns and not f.is_camera}
+    columns = {name: _as(dataset.columns[name], feature) for name, feature in features.items()}
     if ACTION in schema.padded:
         columns[ACTION_LENGTH] = np.full(len(dataset.dataset), dataset.features[ACTION].shape[0], np.int64)
     for camera in schema.blank:
@@ -258,9 +253,7 @@ def _padded_stats(dataset: RenamedDataset, schema: SharedSchema) -> dict[str, St
         if name not in schema.features or not all(key in stats for key in NEEDED_STATS):
             continue
         missing = 0 if name not in schema.padded else schema.features[name].shape[0] - len(stats["mean"])
-        padded_stats = {
-            key: value if key == "count" or not missing else np.pad(value, (0, missing))
-            for key, value in stats.items()
-        }
-        padded[name] = {"count": np.array([len(dataset.dataset)]), **padded_stats}
+        padding = (0, missing)
+        values = {k: np.pad(v, padding) if missing and k != "count" else v for k, v in stats.items()}
+        padded[name] = {"count": np.array([len(dataset.dataset)]), **values}
     return padded

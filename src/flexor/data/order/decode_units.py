@@ -155,9 +155,8 @@ class _Episodes:
         rows = np.minimum(self.rows[episodes], TRIAL_ROWS)
         episodes = episodes[: max(1, int(np.searchsorted(np.cumsum(rows), TRIAL_ROWS, side="right")))]
         rows = rows[: len(episodes)]
-        shifts = self.first_row[episodes] - (
-            np.cumsum(rows) - rows
-        )  # offset between a row's index in the dataset and in the selection
+        # from a row's index in the selection to that in the dataset
+        shifts = self.first_row[episodes] - (np.cumsum(rows) - rows)
         slices = [slice(first, first + n) for first, n in zip(self.first_row[episodes], rows)]
         return _Episodes.of(
             np.minimum(self.lengths[episodes], rows),
@@ -169,11 +168,9 @@ class _Episodes:
     def decoded(self, units: Units, unit_ids: np.ndarray | None = None) -> int:
         """Frames that all cameras decode for all (or these) units, each unit separately."""
         unit_ids = np.arange(len(units)) if unit_ids is None else unit_ids
-        unit = np.repeat(unit_ids, units.count[unit_ids])
-        ends = np.cumsum(units.count[unit_ids])
-        sample = units.sample_at(
-            unit, np.arange(len(unit)) - np.repeat(ends - units.count[unit_ids], units.count[unit_ids])
-        )
+        counts = units.count[unit_ids]
+        unit = np.repeat(unit_ids, counts)
+        sample = units.sample_at(unit, np.arange(len(unit)) - np.repeat(np.cumsum(counts) - counts, counts))
         episode = np.searchsorted(self.first_sample, sample, side="right") - 1
         low = self.first_row[episode]
         high = low + self.rows[episode] - 1
@@ -233,12 +230,9 @@ def _widths(gop: int, stride: int) -> list[int]:
     """Phase widths to try: one GOP, two GOPs, and fractions of the stride."""
     if stride < 2:
         return []
-    gop_multiples = {gop * 2**power for power in range(stride.bit_length())}
-    return sorted(
-        width
-        for width in gop_multiples | {math.ceil(stride / part) for part in range(1, 9)}
-        if width < stride
-    )
+    widths = {gop * 2**power for power in range(stride.bit_length())}
+    widths |= {math.ceil(stride / part) for part in range(1, 9)}
+    return sorted(width for width in widths if width < stride)
 
 
 def _runs(table: _Episodes, number: int, length: int) -> Units:
@@ -255,7 +249,7 @@ def _phases(table: _Episodes, stride: int, width: int, stretch: int) -> Units:
     parts = np.maximum(1, table.lengths // stretch)
     rows = (
         -(-table.lengths // (parts * stride)) * stride
-    )  # of an episode's stretches but the last: whole strides
+    )  # of all stretches but an episode's last: whole strides
     parts = -(-table.lengths // np.maximum(rows, 1))
     episode = np.repeat(np.arange(len(parts)), parts)
     begin = (np.arange(len(episode)) - np.repeat(np.cumsum(parts) - parts, parts)) * rows[episode]

@@ -68,7 +68,7 @@ class OrderPart:
     order: SampleOrder  # of range(n)
 
 
-class MixedOrder:
+class MixedOrder(SampleOrder):
     """Parts in given shares. Lanes are those of the first part, then those of the second, and so on.
 
     A batch is sorted by lane. How many of its samples come from a part may differ by one or two from batch to batch, so
@@ -82,9 +82,6 @@ class MixedOrder:
         lanes = [part.order.lanes for part in parts]
         self.lanes = sum(lanes)
         self._first_lane = np.cumsum([0, *lanes])  # [K + 1]
-
-    def samples(self, position: int, count: int) -> np.ndarray:
-        return self.select(position, count).sample
 
     def select(self, position: int, count: int) -> Selection:
         selections = []
@@ -110,16 +107,11 @@ class MixedOrder:
         for number in np.unique(part_of_pool).tolist():
             places = np.flatnonzero(part_of_pool == number).tolist()
             first = int(self._first_lane[number])
-            part_plans = self.parts[number].order.pools_of(
-                epoch, [(pools[i][0] - first, pools[i][1]) for i in places]
-            )
-            for i, plan in zip(places, part_plans):
+            local_pools = [(pools[i][0] - first, pools[i][1]) for i in places]
+            for i, plan in zip(places, self.parts[number].order.pools_of(epoch, local_pools)):
                 samples = self.parts[number].samples[plan.sample]
                 plans[i] = PoolPlan(samples, self.shares.position(number, plan.position), plan.unit)
         return [plan for plan in plans if plan is not None]
-
-    def epoch(self, position: int) -> float:
-        return position / self.size
 
     def counts_before(self, position: int) -> list[int]:
         """How many samples of each part come before a position."""

@@ -14,7 +14,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from typing import Protocol
 
 import numpy as np
 
@@ -39,28 +38,28 @@ BLOCK = 4096
 """Positions computed at a time: the overhead of a numpy call equals the cost of a few hundred samples."""
 
 
-class SampleOrder(Protocol):
+class SampleOrder:
     """Which samples make up a global batch. Positions count samples since the start of the run."""
 
     size: int
-    lanes: int
+    lanes = 0
     """Number of lanes; 0 if the order is uniform."""
 
     def samples(self, position: int, count: int) -> np.ndarray:
         """The samples [count] of the global batch at positions position ... position + count - 1."""
-        ...
+        return self.select(position, count).sample
 
     def select(self, position: int, count: int) -> Selection:
         """The same samples in the same order, and where they come from."""
-        ...
+        raise NotImplementedError
 
     def pools_of(self, epoch: int, pools: Sequence[tuple[int, int]]) -> list[PoolPlan]:
         """All samples of some pools (lane, number), which `select` named together with a unit."""
-        ...
+        raise NotImplementedError
 
     def epoch(self, position: int) -> float:
         """How many times the data has been seen at this position."""
-        ...
+        return position / self.size
 
 
 @dataclass(frozen=True, eq=False)
@@ -84,9 +83,8 @@ class Selection:
     def join(parts: Sequence[Selection]) -> Selection:
         if len(parts) == 1:
             return parts[0]
-        return Selection(
-            *(np.concatenate(arrays) for arrays in zip(*(vars(part).values() for part in parts)))
-        )
+        columns = zip(*(vars(part).values() for part in parts))
+        return Selection(*map(np.concatenate, columns))
 
 
 @dataclass(frozen=True, eq=False)
@@ -147,14 +145,11 @@ def _feistel(
     return (left << bits) | right
 
 
-class UniformOrder:
+class UniformOrder(SampleOrder):
     """Every sample once per epoch, in a full permutation that differs from epoch to epoch.
 
-    Positions count samples since the start of the run; a batch may span the end of an epoch, so every
-    batch is full and the whole state is one integer.
+    A batch may span the end of an epoch, so every batch is full and the whole state is one integer.
     """
-
-    lanes = 0
 
     def __init__(self, size: int, seed: int):
         self.size = size
@@ -173,9 +168,7 @@ class UniformOrder:
     def select(self, position: int, count: int) -> Selection:
         positions = np.arange(position, position + count)
         none = np.full(count, -1)
-        return Selection(
-            positions, self.samples(position, count), positions // self.size, lane=none, pool=none, unit=none
-        )
+        return Selection(positions, self.samples(position, count), positions // self.size, none, none, none)
 
     def pools_of(self, epoch: int, pools: Sequence[tuple[int, int]]) -> list[PoolPlan]:
         assert not pools, "a uniform order has no pools"
@@ -186,11 +179,8 @@ class UniformOrder:
         offsets = np.arange(number * BLOCK, min((number + 1) * BLOCK, self.size))
         return Permutation(self.size, "order", self.seed, epoch)(offsets)
 
-    def epoch(self, position: int) -> float:
-        return position / self.size
 
-
-class StreamingOrder:
+class StreamingOrder(SampleOrder):
     """Every sample once per epoch, unit by unit: each unit is decoded once, when its pool is next.
 
     All units are placed in a random line, which is split into lanes of equal numbers of samples (a unit at a
@@ -213,28 +203,22 @@ class StreamingOrder:
         self.pool = pool
         self._units = units
         # The samples of an epoch's line are those of lane 0, then lane 1 and so on; lane l starts at _bounds[l].
-        self._bounds = np.cumsum(
-            [0] + [self.size // lanes + (lane < self.size % lanes) for lane in range(lanes)]
-        )
+        sizes = [self.size // lanes + (lane < self.size % lanes) for lane in range(lanes)]
+        self._bounds = np.cumsum([0, *sizes])
         line = Permutation(len(units), "line", seed)(np.arange(len(units)))  # [U]
         ends = np.cumsum(units.count[line])
         edges = np.union1d(np.append(ends, 0), self._bounds)  # [P + 1]
         place = np.searchsorted(ends, edges[:-1], side="right")  # [P] each piece's place in the line
         self._piece_unit = line[place]
-        self._piece_skip = (
-            edges[:-1] - (ends - units.count[line])[place]
-        )  # samples of its unit before the piece
+        self._piece_skip = edges[:-1] - (ends - units.count[line])[place]  # samples of its unit before it
         self._piece_count = np.diff(edges)
         self._lane_pieces = np.searchsorted(edges, self._bounds)  # [lanes + 1]
         self._pool_bounds = np.concatenate([self._bounds, *map(self._pool_cuts, range(lanes))])
         self._table = lru_cache(maxsize=2)(self._epoch_table)  # this epoch and the next
         self._block = lru_cache(maxsize=2)(self._block_selection)
 
-    def samples(self, position: int, count: int) -> np.ndarray:
-        """The samples [count] at positions position ... position + count - 1, sorted by lane."""
-        return self.select(position, count).sample
-
     def select(self, position: int, count: int) -> Selection:
+        """Positions position ... position + count - 1, sorted by lane."""
         parts: list[Selection] = []
         while count:
             epoch, offset = divmod(position, self.size)
@@ -242,9 +226,6 @@ class StreamingOrder:
             position, count = position + len(parts[-1]), count - len(parts[-1])
         selection = Selection.join(parts)
         return selection[np.argsort(selection.lane, kind="stable")]
-
-    def epoch(self, position: int) -> float:
-        return position / self.size
 
     def pools(self, epoch: int, lane: int) -> int:
         """The number of pools of a lane in this epoch."""
@@ -273,17 +254,14 @@ class StreamingOrder:
         table = self._table(epoch)
         sample, unit, pool = self._look_up(table, self._bounds[lane] + index)
         position = epoch * self.size + offsets
-        return Selection(
-            position, sample, np.full_like(lane, epoch), lane, pool - table.lane_pools[lane], unit
-        )
+        pool = pool - table.lane_pools[lane]
+        return Selection(position, sample, np.full_like(lane, epoch), lane, pool, unit)
 
     def _look_up(self, table: _EpochTable, offsets: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """Sample, piece and pool (numbered over all lanes) at spots [n] of an epoch's line."""
         pool = np.searchsorted(table.pool_edges, offsets, side="right") - 1
-        first = table.pool_edges[pool]
-        offsets = first + permute_within(
-            offsets - first, table.pool_edges[pool + 1] - first, table.pool_keys[pool]
-        )
+        first, end = table.pool_edges[pool], table.pool_edges[pool + 1]
+        offsets = first + permute_within(offsets - first, end - first, table.pool_keys[pool])
         place = np.searchsorted(table.piece_edges, offsets, side="right") - 1
         piece = table.pieces[place]
         k = self._piece_skip[piece] + offsets - table.piece_edges[place]
@@ -334,7 +312,7 @@ class _EpochTable:
     lane_pools: np.ndarray  # [lanes + 1] pools before each lane
 
 
-class StreamOnceOrder:
+class StreamOnceOrder(SampleOrder):
     """Epoch 0 in streaming order, later epochs in another order: for frames that the first epoch caches."""
 
     def __init__(self, streaming: StreamingOrder, later: SampleOrder):
@@ -344,21 +322,13 @@ class StreamOnceOrder:
         self.later = later
         self.lanes = max(streaming.lanes, later.lanes)
 
-    def samples(self, position: int, count: int) -> np.ndarray:
-        return self.select(position, count).sample
-
     def select(self, position: int, count: int) -> Selection:
         streamed = max(0, min(count, self.size - position))
         parts = [self.streaming.select(position, streamed)] if streamed else []
-        if streamed < count:
+        if streamed < count:  # nothing is decoded after the first epoch
             rest = self.later.select(position + streamed, count - streamed)
-            parts.append(
-                replace(rest, unit=np.full(count - streamed, -1))
-            )  # nothing is decoded after the first epoch
+            parts.append(replace(rest, unit=np.full(count - streamed, -1)))
         return Selection.join(parts)
 
     def pools_of(self, epoch: int, pools: Sequence[tuple[int, int]]) -> list[PoolPlan]:
         return self.streaming.pools_of(epoch, pools)
-
-    def epoch(self, position: int) -> float:
-        return position / self.size

@@ -100,9 +100,8 @@ def _expected_episodes(lengths: np.ndarray, batch: int) -> float:
         return math.lgamma(population + 1) - math.lgamma(population - batch + 1)
 
     distinct, frequency = np.unique(lengths, return_counts=True)
-    absent = [
-        math.exp(log_ways(size - n) - log_ways(size)) if size - n >= batch else 0.0 for n in distinct.tolist()
-    ]
+    others = [size - n for n in distinct.tolist()]
+    absent = [math.exp(log_ways(n) - log_ways(size)) if n >= batch else 0.0 for n in others]
     return float(sum(frequency * (1 - np.array(absent))))
 
 

@@ -68,11 +68,5 @@ def _tasks(tasks: Sequence[str]) -> str:
     if not tasks:
         return ""
     more = [f"- and {len(tasks) - TASKS} more"] if len(tasks) > TASKS else []
-    return "\n".join(
-        [
-            "## Tasks",
-            "",
-            *(f"- {markdown(' '.join(redacted(task).split()))}" for task in tasks[:TASKS]),
-            *more,
-        ]
-    )
+    lines = [f"- {markdown(' '.join(redacted(task).split()))}" for task in tasks[:TASKS]]
+    return "\n".join(["## Tasks", "", *lines, *more])

@@ -39,9 +39,7 @@ class PushPlan:
 
     @property
     def bytes(self) -> int:
-        return sum(
-            path.stat().st_size for path in (*self.tables_and_videos.values(), *self.metadata.values())
-        )
+        return _size(self.tables_and_videos | self.metadata)
 
 
 def plan_push(
@@ -90,12 +88,12 @@ def push_dataset(
     entries = persist(operation, repository.files)
     extra = _extra(plan, entries, repository, delete_extra)
     new = _changed({**plan.tables_and_videos, **plan.metadata}, entries, checking)
-    new_bytes = sum(path.stat().st_size for path in new.values())
+    new_bytes = _size(new)
     bar = _Bar(uploading, new_bytes)
     for group in _groups({name: path for name, path in new.items() if name in plan.tables_and_videos}):
         message = f"Upload {len(group)} files"
         persist(operation, partial(repository.commit, group, message, progress=bar.report))
-        bar.done += sum(path.stat().st_size for path in group.values())
+        bar.done += _size(group)
     last: dict[str, Content] = {name: path for name, path in new.items() if name in plan.metadata}
     if (root / CARD).is_file() or not persist(operation, lambda: repository.keeps_card(entries)):
         last[CARD] = plan.card.encode()
@@ -113,6 +111,10 @@ def push_dataset(
         "uploaded_bytes": new_bytes,
         "deleted_files": len(extra),
     }
+
+
+def _size(files: dict[str, Path]) -> int:
+    return sum(path.stat().st_size for path in files.values())
 
 
 class _Bar:
@@ -133,12 +135,11 @@ def _extra(
     pushed = plan.tables_and_videos.keys() | plan.metadata.keys()
     extra = [name for name in entries if name.split("/")[0] in FOLDERS and name not in pushed]
     if extra and not delete:
+        summary = (
+            f"{repository.url} has {len(extra)} files of a dataset that are not in this one, so it may be"
+        )
         raise ConfigError(
-            with_examples(
-                f"{repository.url} has {len(extra)} files of a dataset that are not in this one, so it may be "
-                "another dataset:",
-                extra,
-            )
+            with_examples(f"{summary} another dataset:", extra)
             + "\nChoose another name, or delete them there with --delete-extra (earlier commits keep them)."
         )
     if extra:

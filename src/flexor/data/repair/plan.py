@@ -57,9 +57,8 @@ def make_plan(layout: Layout, report: CheckReport, selected: Sequence[int] | Non
     _check_repairable(layout, report)
     columns = plan_columns(layout, layout.episodes)
     tasks = _Tasks(layout)
-    repair = RepairPlan(
-        layout, layout.fps, columns, tasks.texts, [EpisodePlan(e) for e in layout.episodes], []
-    )
+    plans = [EpisodePlan(episode) for episode in layout.episodes]
+    repair = RepairPlan(layout, layout.fps, columns, tasks.texts, plans, [])
     find_rows(layout, columns, repair.episodes)
     _correct_fps(repair)
     for camera in repair.cameras:
@@ -73,10 +72,8 @@ def make_plan(layout: Layout, report: CheckReport, selected: Sequence[int] | Non
     for camera in repair.cameras:
         note = check_sizes(columns.features[camera], camera, repair.episodes)
         repair.notes += [note] if note else []
-    requested = None if selected is None else set(selected)
-    repair.episodes = [
-        plan for plan in repair.episodes if requested is None or plan.episode.index in requested
-    ]
+    if selected is not None:
+        repair.episodes = [plan for plan in repair.episodes if plan.episode.index in set(selected)]
     for camera in repair.cameras:
         file_count = share_whole_files(camera, repair.included)
         if file_count:
@@ -153,10 +150,8 @@ def _correct_clock(repair: RepairPlan, plan: EpisodePlan) -> None:
         if not clip.steady:
             plan.repairs.append(f"{camera}: frames moved to the times of their rows")
         span = plan.episode.videos[camera]
-        if (
-            span.stop is not None
-            and abs(span.stop - span.start - plan.length / repair.fps) > 0.5 / repair.fps
-        ):
+        seconds = plan.length / repair.fps
+        if span.stop is not None and abs(span.stop - span.start - seconds) > 0.5 / repair.fps:
             plan.repairs.append(f"{camera}: to_timestamp corrected")
         if span.stop is None and not clip.certain:
             plan.repairs.append(f"{camera}: frames without a row removed")
@@ -170,17 +165,14 @@ def _merge_duplicates(plans: list[EpisodePlan]) -> list[EpisodePlan]:
     result = []
     for duplicates in by_index.values():
         if len(duplicates) > 1:
-            alike = all(
-                replace(p.episode, first_row=0) == replace(duplicates[0].episode, first_row=0)
-                for p in duplicates
-            )
+            first, *others = (replace(plan.episode, first_row=0) for plan in duplicates)
+            alike = all(other == first for other in others)
             agree = [p for p in duplicates if p.reason is None and p.episode.length == p.length]
             if not alike and len(agree) == 1:
                 duplicates = agree
             elif not alike:
-                duplicates[
-                    0
-                ].reason = f"the metadata lists it {len(duplicates)} times, and the entries differ"
+                reason = f"the metadata lists it {len(duplicates)} times, and the entries differ"
+                duplicates[0].reason = reason
             duplicates[0].repairs.append("duplicate metadata entries reduced to one")
         result.append(duplicates[0])
     return result

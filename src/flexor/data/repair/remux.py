@@ -76,7 +76,7 @@ def copy_clip(index: VideoIndex, file: Path, first: int, count: int, delay: int)
     stream = CopiedStream(facts.codec, facts.extradata, facts.width, facts.height, delay, file)
     display = np.argsort(
         index.packet[first : first + count]
-    )  # [count] decode order -> position among the frames
+    )  # [count] decode order -> place among the frames
     packets = []
     for number, packet in read_video_packets(index, low, low + count):
         packet.pts, packet.dts = int(display[number - low]), number - low - delay
@@ -146,6 +146,5 @@ def _decoded_with(index: VideoIndex, first: int, count: int) -> np.ndarray:
     packets = index.packet[first : first + count]
     low, high = int(index.start[first : first + count].min()), int(packets.max())
     frames = np.flatnonzero((index.packet >= low) & (index.packet <= high))
-    return frames[
-        np.append(True, np.diff(index.frame_pts[frames]) > 0)
-    ]  # decoded frames are identified by their time
+    # decoded frames are identified by their time
+    return frames[np.append(True, np.diff(index.frame_pts[frames]) > 0)]

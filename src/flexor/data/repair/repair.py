@@ -152,9 +152,7 @@ class _Repair:
         self.root, self.layout = plan.layout.root, plan.layout
         self.notes: list[str] = []
         self._pool = ThreadPoolExecutor(os.cpu_count() or 1)
-        self._index = lru_cache(32)(
-            read_index
-        )  # an index is small, and episodes of one file follow each other
+        self._index = lru_cache(32)(read_index)  # an index is small; episodes of one file follow each other
         self._files: DatasetFiles | None = None
         self._more = self._plain_metadata()
         self._table: tuple[str, pa.Table] | None = None  # the most recently read data file
@@ -184,9 +182,7 @@ class _Repair:
             ) from error
         finally:
             if self._files is not None:
-                with suppress(
-                    OSError, pa.ArrowException, av.FFmpegError
-                ):  # the first error is already reported
+                with suppress(OSError, pa.ArrowException, av.FFmpegError):  # the first error is reported
                     self._files.close()
 
     def _plain_metadata(self) -> list[str]:
@@ -201,9 +197,7 @@ class _Repair:
         return plain
 
     def _decode_clips(self, plan: EpisodePlan) -> dict[str, Future[DecodedEpisode]]:
-        return {
-            camera: self._pool.submit(self._decode_clip, camera, clip) for camera, clip in plan.clips.items()
-        }
+        return {c: self._pool.submit(self._decode_clip, c, clip) for c, clip in plan.clips.items()}
 
     def _decode_clip(self, camera: str, clip: RepairClip) -> DecodedEpisode:
         index = self._index(self.layout.path(clip.file))
@@ -218,18 +212,13 @@ class _Repair:
     def _process(
         self, plan: EpisodePlan, decoded: Mapping[str, DecodedEpisode], delays: Mapping[str, int]
     ) -> None:
-        bad = next(
-            (f"{camera}: {episode.fault}" for camera, episode in decoded.items() if episode.fault), None
-        )
+        bad = [f"{camera}: {episode.fault}" for camera, episode in decoded.items() if episode.fault]
         if bad:
-            plan.reason = bad
+            plan.reason = bad[0]
             return
         count = len(sample_indices(plan.length))
-        stats = {
-            n: image_stats(episode.pixels, count)
-            for n, episode in decoded.items()
-            if episode.pixels is not None
-        }
+        pixels = {camera: episode.pixels for camera, episode in decoded.items()}
+        stats = {camera: image_stats(p, count) for camera, p in pixels.items() if p is not None}
         columns = self._columns(plan)
         if isinstance(columns, str):
             plan.reason = columns
@@ -347,22 +336,14 @@ def _count_image(data: bytes | None) -> tuple[tuple[int, ...], np.ndarray] | str
     """An image's shape and pixel counts, or its fault."""
     if not data:
         return "the image is empty"
-    if data[:4] in (b"II*\0", b"MM\0*"):
-        return _depth_shape(data)
     try:
+        if data[:4] in (b"II*\0", b"MM\0*"):  # a depth map, without pixel counts
+            frame = decode_depth_image(data)
+            return (frame.height, frame.width, 1), np.zeros((1, 256), np.int64)
         image = decode_image(data)
     except (av.FFmpegError, ValueError) as error:
         return str(error)[:100]
     return image.shape, pixel_counts(image)
-
-
-def _depth_shape(data: bytes) -> tuple[tuple[int, ...], np.ndarray] | str:
-    """A depth map in a table: its shape, and no pixel counts."""
-    try:
-        frame = decode_depth_image(data)
-    except (av.FFmpegError, ValueError) as error:
-        return str(error)[:100]
-    return (frame.height, frame.width, 1), np.zeros((1, 256), np.int64)
 
 
 def _is_depth(spec: Mapping[str, Any]) -> bool:

@@ -89,9 +89,8 @@ def _redeclare(layout: Layout, columns: Columns, name: str, kind: pa.DataType, f
     widths = {_width(layout, file, name) for file in files} - {None}
     if declared not in widths and len(widths) == 1:
         (width,) = widths
-        columns.notes.append(
-            f"{name} is declared with shape {spec['shape']} but has shape [{width}]: corrected"
-        )
+        declared_shape = f"is declared with shape {spec['shape']}"
+        columns.notes.append(f"{name} {declared_shape} but has shape [{width}]: corrected")
         spec["shape"] = [width]
         if isinstance(spec.get("names"), list) and len(spec["names"]) != width:
             spec["names"] = None
@@ -122,11 +121,8 @@ def _take_undeclared(columns: Columns, name: str, kind: pa.DataType) -> None:
 
 
 def _numpy_name(kind: pa.DataType) -> str | None:
-    if pa.types.is_boolean(kind):
-        return "bool"
-    if pa.types.is_integer(kind) or pa.types.is_floating(kind):
-        return str(np.dtype(kind.to_pandas_dtype()))
-    return None
+    is_number = pa.types.is_boolean(kind) or pa.types.is_integer(kind) or pa.types.is_floating(kind)
+    return str(np.dtype(kind.to_pandas_dtype())) if is_number else None
 
 
 def find_rows(layout: Layout, columns: Columns, plans: list[EpisodePlan]) -> None:

@@ -128,11 +128,8 @@ def _resolve_overlaps(camera: str, claims: list[_Claim]) -> None:
     """Resolve frames claimed by two episodes: leave out the one without exactly one frame per row, or else both."""
     last: _Claim | None = None  # the claim that ends last
     for claim in sorted(claims, key=lambda claim: claim.first):
-        if (
-            last is not None
-            and claim.first < last.end
-            and claim.plan.episode.index != last.plan.episode.index
-        ):
+        index = claim.plan.episode.index
+        if last is not None and claim.first < last.end and index != last.plan.episode.index:
             alike = claim.certain == last.certain
             for claimant, rival_claim in ((claim, last), (last, claim)):
                 if claimant.plan.reason is None and (alike or not claimant.certain):
@@ -152,11 +149,9 @@ def check_sizes(spec: dict[str, Any], camera: str, plans: list[EpisodePlan]) -> 
     declared = feature.chw[1:] if len(feature.shape) == 3 else None
     if len(sizes) == 1 and declared not in sizes:
         ((height, width),) = sizes
-        note = (
-            f"camera {camera} is declared as {spec['shape']} but its images are {height}x{width}: corrected"
-        )
+        note = f"is declared as {spec['shape']} but its images are {height}x{width}: corrected"
         spec["shape"], spec["names"] = [height, width, 3], ["height", "width", "channels"]
-        return note
+        return f"camera {camera} {note}"
     for plan in good:
         height, width = plan.clips[camera].size
         if (height, width) != declared:

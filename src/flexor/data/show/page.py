@@ -68,11 +68,8 @@ def show_dataset(
 
 def render(result: dict[str, Any]) -> str:
     shown_count, total = result["episodes_shown"], result["episodes"]
-    extent = (
-        f"{total} episodes"
-        if shown_count == total
-        else f"{shown_count} of {total} episodes (--episodes chooses)"
-    )
+    chosen = f"{shown_count} of {total} episodes (--episodes chooses)"
+    extent = f"{total} episodes" if shown_count == total else chosen
     counts = f"{result['errors']} errors, {result['warnings']} warnings"
     return f"{result['file']}: {result['bytes'] / 1e6:.1f} MB, {extent}; the check found {counts}"
 
@@ -118,10 +115,8 @@ def _strips(
         return [Strip([]) for _ in budget.episodes]
     strips: list[Strip] = []
     with ThreadPoolExecutor(min(usable_cores(), 16), thread_name_prefix="strips") as threads:
-        jobs = [
-            threads.submit(make_strip, dataset, position, sheet, budget.image_bytes)
-            for position in budget.episodes
-        ]
+        nbytes = budget.image_bytes
+        jobs = [threads.submit(make_strip, dataset, at, sheet, nbytes) for at in budget.episodes]
         try:
             for job in jobs:
                 strips.append(job.result())
@@ -174,27 +169,14 @@ def _check(report: CheckReport) -> dict[str, Any]:
     for group in group_findings(report.findings)[:MAX_GROUPS]:
         first = group[0]
         messages = list(dict.fromkeys(finding.evidence for finding in group))
-        groups.append(
-            {
-                "severity": first.severity,
-                "kind": first.name,
-                "feature": _short(first.feature or ""),
-                "file": _short(first.file or ""),
-                "episodes": sorted({finding.episode for finding in group if finding.episode is not None})[
-                    :MAX_GROUP_EPISODES
-                ],
-                "messages": [_short(message) for message in messages[:3]],
-                "more": max(len(messages) - 3, 0),
-                "fix": first.fix,
-            }
-        )
-    return {
-        "ok": report.ok,
-        "deep": report.deep,
-        "errors": len(report.errors),
-        "warnings": len(report.warnings),
-        "groups": groups,
-    }
+        episodes = sorted({finding.episode for finding in group if finding.episode is not None})
+        about = {"severity": first.severity, "kind": first.name, "fix": first.fix}
+        about |= {"feature": _short(first.feature or ""), "file": _short(first.file or "")}
+        texts = [_short(message) for message in messages[:3]]
+        more = max(len(messages) - 3, 0)
+        groups.append({**about, "episodes": episodes[:MAX_GROUP_EPISODES], "messages": texts, "more": more})
+    counts = {"errors": len(report.errors), "warnings": len(report.warnings)}
+    return {"ok": report.ok, "deep": report.deep, **counts, "groups": groups}
 
 
 def _camera(dataset: Dataset, name: str, sheet: ThumbnailLayout, strips: list[Strip]) -> dict[str, Any]:
@@ -216,9 +198,8 @@ def _depth_text(dataset: Dataset, name: str) -> str | None:
     if dataset.features[name].depth is None:
         return None
     near, far = depth_ends(dataset, name)
-    return (
-        f"depth: yellow is {near:.4g} {dataset.store.depth_unit}, violet {far:.4g} {dataset.store.depth_unit}"
-    )
+    unit = dataset.store.depth_unit
+    return f"depth: yellow is {near:.4g} {unit}, violet {far:.4g} {unit}"
 
 
 def _episode(
@@ -229,15 +210,13 @@ def _episode(
     strip: Strip,
     task_numbers: dict[str, int],
 ) -> dict[str, Any]:
-    length = int(dataset.episodes.length[position])
+    length, tasks = int(dataset.episodes.length[position]), dict.fromkeys(dataset.episodes.tasks[position])
     every = frames_per_point(length, budget.points(sum(len(f.names) for f in features)))
     codes = episode_curves(features, int(dataset.episodes.start[position]), length, every)
     return {
         "index": int(dataset.episodes.index[position]),
         "length": length,
-        "tasks": [
-            task_numbers[t] for t in dict.fromkeys(dataset.episodes.tasks[position]) if t in task_numbers
-        ][:5],
+        "tasks": [task_numbers[task] for task in tasks if task in task_numbers][:5],
         "frames": strip.frames,
         "image": as_base64(strip.image),
         "problems": {camera: _short(why) for camera, why in strip.problems.items()},

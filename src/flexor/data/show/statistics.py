@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
@@ -15,17 +16,12 @@ BINS = 40
 
 def feature_statistics(features: Sequence[CurveFeature]) -> list[dict[str, Any]]:
     """Per feature and value: minimum, maximum, mean, deviation, quantiles, values that are not finite, histogram."""
-    return [
-        {
-            "name": feature.name,
-            "size": feature.size,
-            "values": [
-                {"name": name} | value_statistics(feature.values[:, i])
-                for i, name in enumerate(feature.names)
-            ],
-        }
-        for feature in features
-    ]
+    statistics = []
+    for feature in features:
+        columns = zip(feature.names, feature.values.T)
+        values = [{"name": name} | value_statistics(column) for name, column in columns]
+        statistics.append({"name": feature.name, "size": feature.size, "values": values})
+    return statistics
 
 
 def value_statistics(values: np.ndarray) -> dict[str, Any]:
@@ -36,18 +32,9 @@ def value_statistics(values: np.ndarray) -> dict[str, Any]:
     if not len(finite):
         return counts | dict.fromkeys(("min", "max", "mean", "std", "q01", "q50", "q99", "histogram"))
     with np.errstate(over="ignore", invalid="ignore"):  # values near the limits of float64
-        q01, q50, q99 = np.quantile(finite, [0.01, 0.5, 0.99]).tolist()
-        mean, std = float(finite.mean()), float(finite.std())
-    return counts | {
-        "min": float(finite.min()),
-        "max": float(finite.max()),
-        "mean": mean,
-        "std": std,
-        "q01": q01,
-        "q50": q50,
-        "q99": q99,
-        "histogram": histogram(finite),
-    }
+        quantiles = np.quantile(finite, [0.01, 0.5, 0.99]).tolist()
+        counts |= {name: float(getattr(finite, name)()) for name in ("min", "max", "mean", "std")}
+    return {**counts, **dict(zip(("q01", "q50", "q99"), quantiles)), "histogram": histogram(finite)}
 
 
 def histogram(finite: np.ndarray, bins: int = BINS) -> dict[str, Any] | None:
@@ -72,9 +59,5 @@ def length_histogram(dataset: Dataset) -> dict[str, Any] | None:
 
 def task_counts(dataset: Dataset) -> list[dict[str, Any]]:
     """Every task with its number of episodes, the most frequent first."""
-    counts: dict[str, int] = {}
-    for tasks in dataset.episodes.tasks:
-        for task in dict.fromkeys(tasks):
-            counts[task] = counts.get(task, 0) + 1
-    ordered = sorted(counts.items(), key=lambda item: -item[1])
-    return [{"text": text, "episodes": count} for text, count in ordered]
+    counts = Counter(task for tasks in dataset.episodes.tasks for task in dict.fromkeys(tasks))
+    return [{"text": text, "episodes": count} for text, count in counts.most_common()]

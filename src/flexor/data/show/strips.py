@@ -41,9 +41,8 @@ def make_strip(dataset: Dataset, position: int, sheet: ThumbnailLayout, nbytes: 
     first = int(dataset.episodes.start[position])
     rows = []
     for camera in sheet.widths:
-        thumbnails, why = camera_thumbnails(
-            dataset, camera, first + np.array(frames), sheet.height, sheet.widths[camera]
-        )
+        size = sheet.height, sheet.widths[camera]
+        thumbnails, why = camera_thumbnails(dataset, camera, first + np.array(frames), *size)
         if why:
             strip.problems[camera] = why
         rows.append(thumbnails)
@@ -125,9 +124,8 @@ def depth_colours(depths: np.ndarray, near: float, far: float, nothing: float = 
     place = np.nan_to_num((depths - near) / (far - near), nan=0.0, posinf=1.0, neginf=0.0).clip(0, 1)
     stops = np.linspace(0, 1, len(DEPTH_COLOURS))
     colours = np.stack([np.interp(place, stops, DEPTH_COLOURS[:, c]) for c in range(3)], axis=-1)
-    return np.where(np.isfinite(depths)[..., None] & (depths[..., None] > nothing), colours, 0).astype(
-        np.uint8
-    )
+    measured = np.isfinite(depths) & (depths > nothing)
+    return np.where(measured[..., None], colours, 0).astype(np.uint8)
 
 
 def _sheet(rows: list[np.ndarray]) -> np.ndarray:

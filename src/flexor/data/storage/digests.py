@@ -92,6 +92,6 @@ def _read(memory: Path) -> dict[str, tuple]:
 def _remember(memory: Path, earlier: Mapping[str, tuple], new: Mapping[str, tuple]) -> None:
     if not new:
         return
-    with suppress(OSError):  # without it, the files are hashed again next time
-        with replacing(make_parents(memory)) as aside:
-            aside.write_text(json.dumps({**earlier, **new}))
+    # if that fails, the files are hashed again next time
+    with suppress(OSError), replacing(make_parents(memory)) as aside:
+        aside.write_text(json.dumps({**earlier, **new}))

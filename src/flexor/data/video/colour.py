@@ -93,9 +93,8 @@ def reformat(
 ) -> av.VideoFrame:
     """Convert layout, colours or size [height, width]; the arguments describe the frame, its tags are ignored."""
     height, width = size or (frame.height, frame.width)
-    flags = int(
-        Interpolation.AREA if size else Interpolation.BICUBIC
-    )  # only for chroma, if the size does not change
+    # only for chroma, if the size does not change
+    flags = int(Interpolation.AREA if size else Interpolation.BICUBIC)
     if layout == "yuvj444p" or (size and layout != "yuv420p"):
         flags |= FULL_CHROMA
     source = (frame.format.name, frame.height, frame.width, matrix, full_range)

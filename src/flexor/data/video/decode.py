@@ -159,10 +159,8 @@ def decode(
 def raise_bad(index: VideoIndex, requested: int, bad: dict[int, str]) -> None:
     """Raise an error if there are frames that could not be decoded."""
     if bad:
-        first = bad[min(bad)]
-        raise broken(
-            index.ranges.name, f"{len(bad)} of {requested} frames can't be decoded; the first is {first}"
-        )
+        problem = f"{len(bad)} of {requested} frames can't be decoded; the first is {bad[min(bad)]}"
+        raise broken(index.ranges.name, problem)
 
 
 def _decode_starts(key: np.ndarray, pts: np.ndarray) -> np.ndarray:
@@ -304,9 +302,8 @@ def _demux(ranges: Ranges) -> Packets:
                     continue
                 at = -1 if packet.pos is None else packet.pos
                 if not entries and ranges.read(max(at, 0), packet.size) != bytes(packet):
-                    raise broken(
-                        ranges.name, f"its packets can't be read from a {container.format.name} file"
-                    )
+                    problem = f"its packets can't be read from a {container.format.name} file"
+                    raise broken(ranges.name, problem)
                 entries.append((at, packet.size, packet.is_keyframe, packet.pts, packet.is_discard))
             context = stream.codec_context
             stream_info = (

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import cache
+
 import av
 import numpy as np
 import torch
@@ -34,10 +36,8 @@ def pack_depth(frame: av.VideoFrame, layout: str, size: tuple[int, int], out: np
         frame = VideoReformatter().reformat(frame, format=name)
     pixels = frame.to_ndarray().astype(PIXELS[layout], copy=False)  # [H, W]
     if pixels.shape != size:
-        rows, columns = (
-            (np.arange(want) * have + have // 2) // want for want, have in zip(size, pixels.shape)
-        )
-        pixels = pixels[np.ix_(rows, columns)]
+        nearest = [(np.arange(n) * have + have // 2) // n for n, have in zip(size, pixels.shape)]
+        pixels = pixels[np.ix_(*nearest)]
     out[:] = np.ascontiguousarray(pixels).view(np.uint8).ravel()
 
 
@@ -66,14 +66,9 @@ def _scaled(depths: torch.Tensor, scale: DepthScale) -> torch.Tensor:
     return depths * 1000 if scale.factor > 1 else depths / 1000
 
 
-_tables: dict[tuple[DepthScale, torch.device], torch.Tensor] = {}
-
-
+@cache
 def _table(scale: DepthScale, device: torch.device) -> torch.Tensor:
-    key = (scale, device)
-    if key not in _tables:
-        _tables[key] = torch.from_numpy(depths_of_codes(scale).copy()).to(device)
-    return _tables[key]
+    return torch.from_numpy(depths_of_codes(scale).copy()).to(device)
 
 
 def decode_depth_image(data: bytes) -> av.VideoFrame:

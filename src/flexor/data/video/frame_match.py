@@ -78,7 +78,7 @@ def match_frames(
 
 
 def nearest(times: np.ndarray, targets: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """The frame nearest to each wanted time, and how far away it is in seconds."""
+    """The frame nearest to each target time, and how far away it is in seconds."""
     after = np.searchsorted(times, targets).clip(1, max(len(times) - 1, 1))
     before = after - 1
     after = np.minimum(after, len(times) - 1)

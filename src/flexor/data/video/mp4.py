@@ -95,11 +95,8 @@ def _read_moov(ranges: Ranges) -> memoryview:
         if size < body:
             raise broken(ranges.name, f"box {kind!r} at byte {position} has an impossible size")
         if position + size > ranges.size:
-            raise broken(
-                ranges.name,
-                f"it ends at byte {ranges.size}, in the middle of box {kind!r}, which ends at byte "
-                f"{position + size}",
-            )
+            place = f"in the middle of box {kind!r}, which ends at byte {position + size}"
+            raise broken(ranges.name, f"it ends at byte {ranges.size}, {place}")
         if kind == b"moof":
             raise Unsupported("fragments")
         if kind == b"moov":
@@ -297,13 +294,10 @@ def _times(tables: memoryview, count: int) -> tuple[np.ndarray, np.ndarray]:
 def _offsets(tables: memoryview, size: np.ndarray) -> np.ndarray:
     """Byte positions [P]: packets are stored consecutively in chunks; the table lists runs of equal chunks."""
     content = _find(tables, b"stco")
-    if content is None:
-        chunk_offset = _table(_need(tables, b"co64"), ">u8")[:, 0].astype(np.int64)
-    else:
-        chunk_offset = _table(content)[:, 0].astype(np.int64)
-    runs = _table(_need(tables, b"stsc"), columns=3).astype(
-        np.int64
-    )  # first chunk (from 1), packets per chunk
+    offsets = _table(_need(tables, b"co64"), ">u8") if content is None else _table(content)
+    chunk_offset = offsets[:, 0].astype(np.int64)
+    # first chunk (from 1), packets per chunk
+    runs = _table(_need(tables, b"stsc"), columns=3).astype(np.int64)
     first = np.append(runs[:, 0] - 1, len(chunk_offset))
     if len(runs) == 0 or first[0] != 0 or (np.diff(first) <= 0).any():
         raise Unsupported("an unusual table of chunks")

@@ -33,9 +33,7 @@ CODECS = {"h264": 4, "hevc": 8, "vp8": 9, "vp9": 10, "av1": 11}
 
 CHROMA_420 = 1
 MAX_DECODERS = 4  # per thread; each takes tens of MB of GPU memory
-CHUNK = (
-    32  # frames packed at once: few kernel launches per frame, and at most this many wait in FFmpeg's memory
-)
+CHUNK = 32  # frames packed at once: few kernel launches per frame, and no more wait in FFmpeg's memory
 
 
 class Capabilities(ctypes.Structure):
@@ -115,15 +113,10 @@ def judge(capabilities: Capabilities, codec: str, format: PlaneFormat, gpu: str)
         return f"frames are {height}x{width}, but the {gpu} decodes {codec} only from {least} on (height x width)"
     # Macroblocks are 16x16; the last row and column of them may be cropped.
     macroblocks = -(-width // 16) * -(-height // 16)
-    if (
-        width > capabilities.max_width
-        or height > capabilities.max_height
-        or macroblocks > capabilities.max_macroblocks
-    ):
-        most = f"{capabilities.max_height}x{capabilities.max_width}"
-        return (
-            f"frames are {height}x{width}, but the {gpu} decodes {codec} only up to {most} (height x width)"
-        )
+    max_height, max_width = capabilities.max_height, capabilities.max_width
+    if width > max_width or height > max_height or macroblocks > capabilities.max_macroblocks:
+        most = f"{max_height}x{max_width} (height x width)"
+        return f"frames are {height}x{width}, but the {gpu} decodes {codec} only up to {most}"
     return None
 
 
@@ -145,11 +138,8 @@ def _capabilities(codec: str, device: int) -> Capabilities | str:
     with torch.cuda.device(device):
         torch.cuda.synchronize()  # creates the current context, which the query needs
         status = library.cuvidGetDecoderCaps(ctypes.byref(capabilities))
-    return (
-        capabilities
-        if status == 0
-        else f"the driver does not report what it can decode (CUDA error {status})"
-    )
+    error = f"the driver does not report what it can decode (CUDA error {status})"
+    return capabilities if status == 0 else error
 
 
 class NvDecoder:

@@ -99,9 +99,8 @@ class PlaneFormat:
 
 def format_of(frame: av.VideoFrame) -> PlaneFormat:
     """The format in which frames like this one are stored."""
-    return _format(
-        frame.height, frame.width, frame.format.name, colour.matrix_of(frame), colour.full_range_of(frame)
-    )
+    tags = colour.matrix_of(frame), colour.full_range_of(frame)
+    return _format(frame.height, frame.width, frame.format.name, *tags)
 
 
 def depth_format(frame: av.VideoFrame, scale: DepthScale, coded: bool) -> PlaneFormat:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from flexor.core.findings import Finding, Fix
 from flexor.runs.diagnosis.figures import Figures, mapping, number
 from flexor.runs.diagnosis.verdict import ALARM, faster, percent
@@ -9,9 +11,7 @@ from flexor.runs.diagnosis.verdict import ALARM, faster, percent
 NOTICED = 0.1
 SLOW_CLOCK = 0.6  # of the highest clock: lower is never usual, whatever the reason
 SLOW_RANK = 0.6  # share of the time in which it must be the same rank
-FULL_COST = (
-    0.2  # share of the time, for a GPU whose memory is full now and then: freeing waits for all its work
-)
+FULL_COST = 0.2  # share of the time, for a GPU whose memory is full now and then: freeing waits for its work
 NEARLY_FULL = 0.06  # share of the memory that is left
 NEARLY_FULL_GB = 8.0
 
@@ -36,9 +36,8 @@ def launch_bound(f: Figures) -> list[Finding]:
         figures.append(("queueing a step", f"{1e3 * f.of('launch_s'):.3g} ms of {1e3 * f.step_s:.3g} ms"))
     evidence = f"the GPU idles {percent(cost)} of the time although a batch is ready"
     if launch is not None:
-        evidence += (
-            f": the host takes {1e3 * f.of('launch_s'):.3g} ms to queue a step of {1e3 * f.step_s:.3g} ms"
-        )
+        launch_ms, step_ms = 1e3 * f.of("launch_s"), 1e3 * f.step_s
+        evidence += f": the host takes {launch_ms:.3g} ms to queue a step of {step_ms:.3g} ms"
     return [Finding("host-launch-bound", evidence, _launch_fixes(f, cost), cost=cost, figures=figures)]
 
 
@@ -79,30 +78,16 @@ def ranks_wait(f: Figures) -> list[Finding]:
                 ("own time of the others", f"{1e3 * others_s:.3g} ms"),
                 ("it is the slowest", f"{percent(f.slow_ranks[rank])} of the time"),
             ]
-            change = Fix(
-                f"look at the machine of rank {rank}{on}, or run without it", None, faster(1 - waiting_share)
-            )
-            findings.append(
-                Finding(
-                    f"straggler rank {rank}",
-                    evidence,
-                    [change],
-                    cost=waiting_share,
-                    figures=figures,
-                    is_cause=True,
-                )
-            )
+            why = f"look at the machine of rank {rank}{on}, or run without it"
+            fixes = [Fix(why, None, faster(1 - waiting_share))]
+            facts: dict[str, Any] = {"cost": waiting_share, "figures": figures, "is_cause": True}
+            findings.append(Finding(f"straggler rank {rank}", evidence, fixes, **facts))
     exchange = max((f.share("communication_s") or 0.0) - waiting_share, 0.0)
     if f.processes > 1 and exchange >= NOTICED:
         evidence = f"exchanging gradients takes {percent(exchange)} of the time"
-        figures = [
-            ("exchanging gradients", f"{1e3 * f.of('communication_s'):.3g} ms of {1e3 * f.step_s:.3g} ms")
-        ]
-        findings.append(
-            Finding(
-                "communication-bound", evidence, _exchange_fixes(f, exchange), cost=exchange, figures=figures
-            )
-        )
+        times = f"{1e3 * f.of('communication_s'):.3g} ms of {1e3 * f.step_s:.3g} ms"
+        facts = {"cost": exchange, "figures": [("exchanging gradients", times)]}
+        findings.append(Finding("communication-bound", evidence, _exchange_fixes(f, exchange), **facts))
     return findings
 
 
@@ -151,16 +136,8 @@ def throttled(f: Figures) -> list[Finding]:
     if limit is not None:
         figures.append(("power limit", f"{limit:.0f} W" + (f", usually {usual:.0f} W" if usual else "")))
     evidence = f"the GPU runs at {clock:.0f} of {highest:.0f} MHz: {reason}"
-    return [
-        Finding(
-            "throttled",
-            evidence,
-            [Fix(change, None, faster(1 - cost))],
-            cost=cost,
-            figures=figures,
-            is_cause=True,
-        )
-    ]
+    fixes = [Fix(change, None, faster(1 - cost))]
+    return [Finding("throttled", evidence, fixes, cost=cost, figures=figures, is_cause=True)]
 
 
 def shared_gpu(f: Figures) -> list[Finding]:
@@ -172,10 +149,9 @@ def shared_gpu(f: Figures) -> list[Finding]:
     share = percent(others_util)
     evidence = f"other processes compute on its GPU {share} of the time and use {memory:.3g} GB of its memory"
     figures = [("GPU in use by others", share), ("its memory in use by others", f"{memory:.3g} GB")]
-    change = Fix("stop the other processes, or use another GPU", None, faster(1 - others_util))
-    return [
-        Finding("starved by neighbours", evidence, [change], cost=others_util, figures=figures, is_cause=True)
-    ]
+    fixes = [Fix("stop the other processes, or use another GPU", None, faster(1 - others_util))]
+    facts: dict[str, Any] = {"cost": others_util, "figures": figures, "is_cause": True}
+    return [Finding("starved by neighbours", evidence, fixes, **facts)]
 
 
 def memory_pressure(f: Figures) -> list[Finding]:
@@ -188,9 +164,8 @@ def _gpu_memory(f: Figures) -> list[Finding]:
         return []
     total, peak = f.get("system.gpu_vram_total_gb"), f.get("memory.peak_gb")
     others_gb = f.of("system.gpu_vram_others_gb")
-    evidence = (
-        f"GPU memory was full {retries:.0f} times in {f.steps:.0f} steps, and was freed and allocated again"
-    )
+    times = f"{retries:.0f} times in {f.steps:.0f} steps"
+    evidence = f"GPU memory was full {times}, and was freed and allocated again"
     figures = [("allocations that failed at first", f"{retries:.0f}")]
     if peak is not None:
         figures.append(("peak of the run", f"{peak:.3g} GB" + (f" of {total:.3g} GB" if total else "")))
@@ -232,9 +207,8 @@ def _host_memory(f: Figures) -> list[Finding]:
     if stalled >= NOTICED:
         evidence += f", and processes wait {percent(stalled)} of the time for memory"
     cost = max(stalled, ALARM if full else 0.0)
-    return [
-        Finding("memory-pressure", evidence, _host_memory_fixes(f), cost=cost, figures=figures, is_cause=True)
-    ]
+    fixes = _host_memory_fixes(f)
+    return [Finding("memory-pressure", evidence, fixes, cost=cost, figures=figures, is_cause=True)]
 
 
 def _host_memory_fixes(f: Figures) -> list[Fix]:

@@ -74,19 +74,12 @@ def starved(f: Figures, needs_cores: float) -> list[Finding]:
     stolen = f.of("system.cpu_stolen")
     if stolen >= 0.02:
         figures.append(("taken by other virtual machines", percent(stolen)))
-    speedup = faster(1 - cost)
-    return [
-        Finding(
-            "starved by neighbours",
-            f"other processes use {cores.used_by_others:.1f} of {cores.allowed:.4g} cores, and {cores.waiting:.1f} "
-            f"of its threads wait for one on average: it gets {percent(1 - cores.lost)} of the computing that it "
-            "could use",
-            [Fix("stop the other processes, or give the run cores of its own", None, speedup)],
-            cost=cost,
-            figures=figures,
-            is_cause=True,
-        )
-    ]
+    evidence = (
+        f"other processes use {cores.used_by_others:.1f} of {cores.allowed:.4g} cores, and {cores.waiting:.1f} of its "
+        f"threads wait for one on average: it gets {percent(1 - cores.lost)} of the computing that it could use"
+    )
+    fixes = [Fix("stop the other processes, or give the run cores of its own", None, faster(1 - cost))]
+    return [Finding("starved by neighbours", evidence, fixes, cost=cost, figures=figures, is_cause=True)]
 
 
 def _by_limit(cores: Cores, throttled: float, cost: float, figures: list[tuple[str, str]]) -> Finding:

@@ -36,13 +36,7 @@ class LoaderTime:
     def largest(self) -> str:
         if self.room > 0.3 and self.busy < 0.5:
             return ROOM
-        parts = {
-            READING: self.reading,
-            DECODING: self.decoding,
-            COPYING: self.copying,
-            PROCESSING: self.processing,
-        }
-        return max(parts, key=parts.__getitem__)
+        return max((READING, DECODING, COPYING, PROCESSING), key=lambda part: float(getattr(self, part)))
 
     @property
     def needs_cores(self) -> float:
@@ -78,9 +72,8 @@ def data_bound(f: Figures) -> list[Finding]:
         kind = _kind_by_system(f)
         evidence = f"it waits for data {percent(wait)} of the time; this run does not report on its loader"
         figures = [("waiting for data", percent(wait))]
-        return [
-            Finding(f"data-bound ({kind})" if kind else "data-bound", evidence, cost=wait, figures=figures)
-        ]
+        name = f"data-bound ({kind})" if kind else "data-bound"
+        return [Finding(name, evidence, cost=wait, figures=figures)]
     source = f.last.get("loader.source")
     work = loader.largest
     reads_from = "network" if source in ("hub", "bucket") and f.of("loader.read_s") > 0 else "disk"
@@ -124,12 +117,10 @@ def _kind_by_system(f: Figures) -> str | None:
 
 
 def _figures(f: Figures, wait: float, time: LoaderTime) -> list[tuple[str, str]]:
+    threads = f.of("loader.threads")
     rows = [
         ("waiting for data", percent(wait)),
-        (
-            "loading threads",
-            f"{f.of('loader.threads'):.0f}" if f.of("loader.threads") else "none of their own",
-        ),
+        ("loading threads", f"{threads:.0f}" if threads else "none of their own"),
         ("their time: reading", percent(time.reading)),
         ("their time: decoding", percent(time.decoding)),
         ("their time: copying", percent(time.copying)),
@@ -180,15 +171,12 @@ def _cached(f: Figures, least: float, time: LoaderTime) -> list[Fix]:
     if speedup is None:
         return []
     if cache == "none" and tier == "stream":
-        if in_ram:
-            why = f"caches decoded frames in memory{need}, from the second epoch on"
-            return [Fix(why, "--dataset.cache.tier=ram", speedup)]
-        why = f"caches decoded frames on disk{need}, from the second epoch on"
-        return [Fix(why, "--dataset.cache.tier=disk", speedup)]
+        place, new_tier = ("in memory", "ram") if in_ram else ("on disk", "disk")
+        why = f"caches decoded frames {place}{need}, from the second epoch on"
+        return [Fix(why, f"--dataset.cache.tier={new_tier}", speedup)]
     if cache == "none" and f.setting("dataset.cache.format") == "raw":
-        why = (
-            f"makes decoded frames{need} a fifth as large: if they fit in memory or on disk, they are cached"
-        )
+        smaller = f"makes decoded frames{need} a fifth as large"
+        why = f"{smaller}: if they fit in memory or on disk, they are cached"
         return [Fix(why, "--dataset.cache.format=jpeg")]
     if cache == "disk" and time.largest == READING and decoded is not None and in_ram:
         why = f"caches decoded frames in memory{need}"

@@ -36,9 +36,8 @@ def paused(f: Figures) -> list[Finding]:
             ("a step without it", f"{1e3 * f.pauses.step_s:.4g} ms"),
             *((setting, f"{steps:,}") for setting, steps in every.items()),
         ]
-        findings.append(
-            Finding(verdict, evidence, _rarer(f, every, per_step, share), cost=share, figures=figures)
-        )
+        fixes = _rarer(f, every, per_step, share)
+        findings.append(Finding(verdict, evidence, fixes, cost=share, figures=figures))
     return findings
 
 

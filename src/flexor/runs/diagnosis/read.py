@@ -79,11 +79,8 @@ def _health_lines(state: RunState) -> list[str]:
     """Findings about learning, and their fixes."""
     if not state.health:
         return []
-    lines = [
-        f"  {one_line(finding.name)}: {one_line(finding.evidence)}. {one_line(finding.fix)}."
-        for finding in state.health
-    ]
-    return ["\nLearning:", *lines]
+    texts = [map(one_line, (finding.name, finding.evidence, finding.fix)) for finding in state.health]
+    return ["\nLearning:", *(f"  {name}: {evidence}. {fix}." for name, evidence, fix in texts)]
 
 
 def _finding_lines(finding: Finding) -> list[str]:
@@ -92,8 +89,7 @@ def _finding_lines(finding: Finding) -> list[str]:
         rows = table([(f"  {name}", one_line(value)) for name, value in finding.figures])
         lines += ["", rows]
     if finding.fixes:
-        title = (
-            "What would make it faster still:" if finding.cost == 0 else "What helps, the most helpful first:"
-        )
+        healthy = finding.cost == 0
+        title = "What would make it faster still:" if healthy else "What helps, the most helpful first:"
         lines += ["", title, *(f"  {one_line(fix.text)}" for fix in finding.fixes)]
     return lines

@@ -56,8 +56,7 @@ def _healthy(f: Figures) -> Finding:
     wait = percent(min(f.of("data_wait"), 1.0))
     if not f.on_gpu:
         evidence = f"it computes most of the time and waits for data {wait} of it"
-        why = "train on a GPU: `flexor plan` with the same flags compares them"
-        fixes = [Fix(why)]
+        fixes = [Fix("train on a GPU: `flexor plan` with the same flags compares them")]
         figures = [("waiting for data", wait), *_step_rows(f)]
         return Finding(CPU_BOUND, evidence, fixes, cost=0.0, figures=figures)
     busy = f.get("system.gpu_util") if f.get("system.gpu_util") is not None else f.get("gpu_busy")
@@ -72,9 +71,8 @@ def _healthy(f: Figures) -> Finding:
 
 def _step_rows(f: Figures) -> list[tuple[str, str]]:
     names = {"forward_s": "forward", "backward_s": "backward", "optimizer_s": "optimizer"}
-    rows = [
-        (title, percent(f.share(name) or 0.0)) for name, title in names.items() if f.get(name) is not None
-    ]
+    shares = {title: f.share(name) for name, title in names.items()}
+    rows = [(title, percent(share)) for title, share in shares.items() if share is not None]
     return [("step", f"{1e3 * f.step_s:.4g} ms"), *rows]
 
 

@@ -36,10 +36,9 @@ class MediaFile:
 
 def videos_of(folder: Path, videos: Sequence[Path]) -> list[MediaFile]:
     """The newest first: those of the last evaluation say most. A video's folder is the step that it is from."""
-    files = [_media(folder, path, "video/mp4") for path in videos]
-    return sorted(
-        (f for f in files if f), key=lambda f: (-(f.step if f.step is not None else 1 << 60), f.name)
-    )[:MOST]
+    files = [file for path in videos if (file := _media(folder, path, "video/mp4"))]
+    files.sort(key=lambda file: (-(1 << 60 if file.step is None else file.step), file.name))
+    return files[:MOST]
 
 
 def images_of(folder: Path) -> list[MediaFile]:

@@ -16,6 +16,7 @@ from flexor.core.run_files import METRICS
 from flexor.core.text import one_line
 from flexor.core.version import VERSION
 from flexor.pages.page import as_json, check_writable, page, write_page
+from flexor.runs.diagnosis.figures import mapping
 from flexor.runs.diagnosis.rules import diagnose_lines
 from flexor.runs.find import find_runs, short_names
 from flexor.runs.jsonl import GrowingLines
@@ -105,10 +106,9 @@ def report_data(readers: Sequence[RunReader], limit: int = PAGE_BYTES) -> dict[s
     videos = [videos_of(reader.folder, reader.videos) for reader in readers]
     room = limit - len(as_json(data)) - 200_000  # for the scripts, and names
     embed(folders, videos, embed(folders, images, room // 2) + room - room // 2)
-    for run, own_images, own_videos in zip(data["runs"], images, videos):
-        run["images"], run["videos"] = (
-            [asdict(file) for file in files] for files in (own_images, own_videos)
-        )
+    for kind, media in (("images", images), ("videos", videos)):
+        for run, files in zip(data["runs"], media):
+            run[kind] = [asdict(file) for file in files]
     return data
 
 
@@ -229,12 +229,12 @@ def _plan_row(name: str, planned: float | None, actual: float | None) -> list[st
 def _facts(reader: RunReader, state: RunState) -> list[tuple[str, str]]:
     """The run in a few lines. What is not known is left out."""
     series, config, record = reader.series, reader.config, reader.record
-    machine, data = (_mapping(record.get(name)) for name in ("machine", "dataset"))
+    machine, data = (mapping(record.get(name)) for name in ("machine", "dataset"))
     rates = [rate for _, rate in series[RATE].finite()] if RATE in series else []
     facts = {
         "status": STATUS[state.status],
         "step": f"{state.step:,}" + (f" of {state.steps:,}" if state.steps else ""),
-        "policy": _mapping(config.get("policy")).get("type"),
+        "policy": mapping(config.get("policy")).get("type"),
         "dataset": data.get("name"),
         "episodes": data.get("episodes"),
         "device": machine.get("device"),
@@ -260,7 +260,3 @@ def _best(series: Mapping[str, Series]) -> dict[str, str]:
             step, value = best(points, key=lambda point: point[1])
             figures[f"best {title_of(name)}"] = f"{value_text(name, value)} at step {step:,.0f}"
     return figures
-
-
-def _mapping(value: object) -> dict[str, Any]:
-    return value if isinstance(value, dict) else {}

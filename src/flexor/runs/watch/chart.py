@@ -64,15 +64,12 @@ def chart(
             place = (row // dot_rows, column // dot_columns)
             bits = cells.get(place, (0, ""))[0] | DOTS[column % dot_columns][row % dot_rows]
             cells[place] = (bits, line.style)
-    labels = (
-        {0: high, rows_high // 2: (low + high) / 2, rows_high - 1: low}
-        if rows_high > 4
-        else {0: high, rows_high - 1: low}
-    )
+    labels = {0: high, rows_high - 1: low}
+    if rows_high > 4:
+        labels[rows_high // 2] = (low + high) / 2
     rows = [_row(number, labels, cells, columns_wide, log, plain) for number in range(rows_high)]
-    ends = f"{figure(window.left)}{' ' * columns_wide}"[: columns_wide - len(figure(window.right))] + figure(
-        window.right
-    )
+    right = figure(window.right)
+    ends = figure(window.left).ljust(columns_wide)[: columns_wide - len(right)] + right
     return [*rows, Text(" " * (LABEL + 2) + ends, style="dim")][:height]
 
 
@@ -98,11 +95,9 @@ def _dots(points: Sequence[tuple[float, float]], window: _Window) -> set[tuple[i
 
 
 def _joined(begin: tuple[int, int], end: tuple[int, int]) -> set[tuple[int, int]]:
-    count = max(abs(end[0] - begin[0]), abs(end[1] - begin[1]), 1)
-    return {
-        (round(begin[0] + (end[0] - begin[0]) * i / count), round(begin[1] + (end[1] - begin[1]) * i / count))
-        for i in range(count + 1)
-    }
+    (x, y), (dx, dy) = begin, (end[0] - begin[0], end[1] - begin[1])
+    count = max(abs(dx), abs(dy), 1)
+    return {(round(x + dx * i / count), round(y + dy * i / count)) for i in range(count + 1)}
 
 
 def _row(

@@ -10,23 +10,10 @@ import time
 from typing import Any
 
 LOOK_S = 0.1  # how often the size of the terminal is looked at
-ESCAPES = {
-    "\x1b[A": "up",
-    "\x1b[B": "down",
-    "\x1b[C": "right",
-    "\x1b[D": "left",
-    "\x1bOA": "up",
-    "\x1bOB": "down",
-    "\x1bOC": "right",
-    "\x1bOD": "left",
-    "\x1b[Z": "left",
-    "\t": "right",
-    "\r": "enter",
-    "\n": "enter",
-    "\x03": "q",
-    "\x04": "q",
-    "\x1b": "escape",
-}
+ARROWS = {"A": "up", "B": "down", "C": "right", "D": "left"}
+ESCAPES = {f"\x1b{mode}{key}": name for mode in "[O" for key, name in ARROWS.items()}
+ESCAPES |= {"\x1b[Z": "left", "\t": "right", "\r": "enter", "\n": "enter"}
+ESCAPES |= {"\x03": "q", "\x04": "q", "\x1b": "escape"}
 
 
 class Keys:

@@ -244,9 +244,8 @@ def _foot(state: RunState) -> list[Text]:
         lines.append(Text(f"verdict     {one_line(state.verdict)}", style=style))
     for number, finding in enumerate(state.health[-MAX_HEALTH:]):
         line = Text(f"{'' if number else 'health':12}", style="yellow")
-        lines.append(
-            line.append(finding.name, style="bold").append(f": {finding.evidence}", style="not bold")
-        )
+        line.append(finding.name, style="bold").append(f": {finding.evidence}", style="not bold")
+        lines.append(line)
     if len(state.health) > MAX_HEALTH:
         more = len(state.health) - MAX_HEALTH
         lines.append(Text(f"{'':12}and {more} more: see train.log, or `flexor report`", style="yellow"))
