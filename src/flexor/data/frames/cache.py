@@ -86,9 +86,7 @@ class FrameCache:
         self._files = files
         self._maps = maps
         self._leave: weakref.finalize | None = None
-        self._unlooked = (
-            LOOK_EVERY  # bytes written since the last check of free space; the first write checks
-        )
+        self._unlooked = LOOK_EVERY  # bytes written since the last check of free space
         self._once = threading.Lock()
         self._syncing = threading.Lock()
         self._told_damage = False
