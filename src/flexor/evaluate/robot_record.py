@@ -132,8 +132,8 @@ def _finish(writer: DatasetWriter, episodes: int, stopped: BaseException | None)
     if isinstance(stopped, KeyboardInterrupt):
         raise stopped
     if stopped is not None:
-        kept = f"{episodes} episodes before it are kept in {writer.root}"
-        outcome = kept if episodes else "Nothing was recorded"
+        recorded = f"{episodes} episodes before it are kept in {writer.root}"
+        outcome = recorded if episodes else "Nothing was recorded"
         raise FlexorError(f"{stopped} {outcome}.") from stopped
 
 

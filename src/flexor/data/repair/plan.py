@@ -165,8 +165,8 @@ def _merge_duplicates(plans: list[EpisodePlan]) -> list[EpisodePlan]:
     result = []
     for duplicates in by_index.values():
         if len(duplicates) > 1:
-            first, *others = (replace(plan.episode, first_row=0) for plan in duplicates)
-            alike = all(other == first for other in others)
+            first, *repeats = (replace(plan.episode, first_row=0) for plan in duplicates)
+            alike = all(repeat == first for repeat in repeats)
             agree = [p for p in duplicates if p.reason is None and p.episode.length == p.length]
             if not alike and len(agree) == 1:
                 duplicates = agree

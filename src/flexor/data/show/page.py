@@ -68,8 +68,8 @@ def show_dataset(
 
 def render(result: dict[str, Any]) -> str:
     shown_count, total = result["episodes_shown"], result["episodes"]
-    chosen = f"{shown_count} of {total} episodes (--episodes chooses)"
-    extent = f"{total} episodes" if shown_count == total else chosen
+    selection = f"{shown_count} of {total} episodes (--episodes chooses)"
+    extent = f"{total} episodes" if shown_count == total else selection
     counts = f"{result['errors']} errors, {result['warnings']} warnings"
     return f"{result['file']}: {result['bytes'] / 1e6:.1f} MB, {extent}; the check found {counts}"
 
