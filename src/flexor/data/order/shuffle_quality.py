@@ -100,8 +100,8 @@ def _expected_episodes(lengths: np.ndarray, batch: int) -> float:
         return math.lgamma(population + 1) - math.lgamma(population - batch + 1)
 
     distinct, frequency = np.unique(lengths, return_counts=True)
-    others = [size - n for n in distinct.tolist()]
-    absent = [math.exp(log_ways(n) - log_ways(size)) if n >= batch else 0.0 for n in others]
+    sizes = [size - n for n in distinct.tolist()]
+    absent = [math.exp(log_ways(n) - log_ways(size)) if n >= batch else 0.0 for n in sizes]
     return float(sum(frequency * (1 - np.array(absent))))
 
 
