@@ -2,7 +2,9 @@
 
 import os
 import sys
+from types import SimpleNamespace
 
+import psutil
 import pytest
 
 from flexor.core import cgroups, machine
@@ -34,7 +36,7 @@ def test_the_limits_of_a_job_count(tmp_path, monkeypatch):
     group_files(tmp_path / "job", memory_max="max", memory_current=3 << 30, cpu_max="max 100000")
     monkeypatch.setattr(cgroups, "_folders", lambda controller: [tmp_path / "job/step", tmp_path / "job"])
     monkeypatch.setattr(machine, "total_memory", lambda: 64 << 30)
-    monkeypatch.setattr(machine, "_lines", lambda path: [f"MemAvailable: {48 << 20} kB"])
+    monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(available=48 << 30))
     monkeypatch.setattr(machine.os, "sched_getaffinity", lambda pid: set(range(16)), raising=False)
     assert machine.free_memory() == 6 << 30
     assert machine.usable_cores() == 2

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import math
 import os
-import re
 import sys
-from contextlib import suppress
 from pathlib import Path
 
 from flexor.core import cgroups
@@ -19,10 +17,9 @@ def total_memory() -> int:
 
 def free_memory() -> int:
     """Bytes of RAM that are free now, within the limit of this container or job if it has one."""
-    free = total_memory()  # macOS does not report free memory
-    with suppress(OSError):
-        available = re.search(r"^MemAvailable: *(\d+) kB", Path("/proc/meminfo").read_text(), re.MULTILINE)
-        free = int(available[1]) * 1024 if available else free
+    import psutil
+
+    free = int(psutil.virtual_memory().available)
     limited = cgroups.memory_limit(total_memory())
     return min(free, max(limited[0] - limited[1], 0)) if limited else free
 
