@@ -181,13 +181,7 @@ class NormRelu(torch.autograd.Function):
 
 
 def _pool_backward(
-    gradient: Tensor,
-    groups: int,
-    x: Tensor,
-    weight: Tensor,
-    mean: Tensor,
-    rstd: Tensor,
-    taps: Tensor,
+    gradient: Tensor, groups: int, x: Tensor, weight: Tensor, mean: Tensor, rstd: Tensor, taps: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
     sums = torch.ops.flexor.norm_pool_sums(gradient, taps, x, mean)
     *factors, dweight, dbias = torch.ops.flexor.norm_factors(

@@ -16,13 +16,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from flexor.kernels.norm_shapes import (
-    ROWS,
-    empty_statistics,
-    shape_of,
-    split,
-    stride,
-)
+from flexor.kernels.norm_shapes import ROWS, empty_statistics, shape_of, split, stride
 
 # Statistics.
 

@@ -14,14 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from flexor.kernels.norm_shapes import (
-    ROWS,
-    empty_factors,
-    empty_sums,
-    shape_of,
-    split,
-    stride,
-)
+from flexor.kernels.norm_shapes import ROWS, empty_factors, empty_sums, shape_of, split, stride
 
 
 @triton.jit

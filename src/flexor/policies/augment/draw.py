@@ -70,11 +70,7 @@ class Draw:
 
     def __call__(self, noise: NoiseSource, samples: int, device: torch.device) -> SampledOps:
         tables = self.on(device)
-        entries, depth, cameras = (
-            len(self.transforms),
-            self.depth,
-            len(self.sizes),
-        )
+        entries, depth, cameras = (len(self.transforms), self.depth, len(self.sizes))
         parts = {
             "numbers": entries * depth * NUMBERS,
             "choice": entries,
@@ -125,11 +121,7 @@ class Draw:
         return self._tables[device]
 
     def _build_tables(self, device: torch.device) -> _Tables:
-        entries, depth, cameras = (
-            len(self.transforms),
-            self.depth,
-            len(self.sizes),
-        )
+        entries, depth, cameras = (len(self.transforms), self.depth, len(self.sizes))
         ops = torch.zeros(entries, depth, dtype=torch.int32)
         low, high = torch.zeros(2, cameras, entries, depth, NUMBERS, dtype=torch.float64)
         integer = torch.zeros(entries, depth, NUMBERS, dtype=torch.bool)

@@ -62,12 +62,7 @@ def _policy_sequences(model: LatentWorld, config: TDMPCConfig, latent: Tensor, n
 
 
 def _evaluate(
-    model: LatentWorld,
-    config: TDMPCConfig,
-    latent: Tensor,
-    actions: Tensor,
-    noise: NoiseSource,
-    name: str,
+    model: LatentWorld, config: TDMPCConfig, latent: Tensor, actions: Tensor, noise: NoiseSource, name: str
 ) -> Tensor:
     """The values [B, N] of sequences [B, N, H, A]: their rewards, then the critics' value of the last state."""
     batch, count, horizon, width = actions.shape

@@ -68,8 +68,7 @@ class VQBeT(Policy):
         error = (chunks - reconstruction).abs().mean((1, 2))
         commitment = commitment.mean(1)
         return Loss(
-            error + COMMITMENT_WEIGHT * commitment,
-            {"recon_l1_error": error, "commitment_loss": commitment},
+            error + COMMITMENT_WEIGHT * commitment, {"recon_l1_error": error, "commitment_loss": commitment}
         )
 
     def _behavior_loss(self, batch: Batch, chunks: Tensor, noise: NoiseSource) -> Loss:
