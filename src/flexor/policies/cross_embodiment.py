@@ -10,7 +10,7 @@ from typing import Self
 from flexor.core.batch import ACTION, STATE
 from flexor.core.errors import ConfigError
 from flexor.core.log import log
-from flexor.policies.base import PolicyConfig
+from flexor.policies.base import ChunkConfig
 from flexor.policies.features import Kind, PolicyFeature
 
 EMPTY_CAMERA = "observation.images.empty_camera_"
@@ -18,7 +18,7 @@ Features = dict[str, PolicyFeature]
 
 
 @dataclass
-class AnyRobotConfig(PolicyConfig):
+class CrossEmbodimentConfig(ChunkConfig):
     """The settings that these policies share, under LeRobot's names."""
 
     max_state_dim: int = 32
@@ -27,6 +27,16 @@ class AnyRobotConfig(PolicyConfig):
     """Actions are padded with zeros to this many values."""
     empty_cameras: int = 0
     """Number of cameras that the policy has but the robot does not. They are never encoded, and cost nothing."""
+
+    def validate(self) -> None:
+        super().validate()
+        self.require(1, "max_state_dim", "max_action_dim")
+        self.require(0, "empty_cameras")
+        if self.input_features and not self.images:
+            raise self.missing_input("a camera (observation.image...)")
+        if self.input_features and self.state is None:
+            raise self.missing_input(STATE)
+        self.check_padding()
 
     @property
     def empty_camera_names(self) -> list[str]:
