@@ -303,6 +303,8 @@ class Policy(nn.Module):
     """Whether `predict` can continue the last chunk: see `nn/real_time.py`."""
     weight_names: ClassVar[WeightNames] = WeightNames()
     """How the names of its weights in files differ from those here."""
+    optimizes_frozen: ClassVar[bool] = False
+    """Whether the optimizer gets frozen parameters too, without an effect: LeRobot's numbers them."""
 
     def __init__(self, config: PolicyConfig):
         super().__init__()
@@ -341,7 +343,7 @@ class Policy(nn.Module):
         return []
 
     def param_groups(self) -> list[ParamGroup]:
-        return [ParamGroup([p for p in self.parameters() if p.requires_grad])]
+        return [ParamGroup([p for p in self.parameters() if p.requires_grad or self.optimizes_frozen])]
 
 
 def without_padding(error: Tensor, batch: Mapping[str, Any]) -> Tensor:

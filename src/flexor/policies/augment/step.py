@@ -16,7 +16,7 @@ from flexor.core.rng import Noise
 from flexor.data.settings import ImageTransformsConfig
 from flexor.kernels.available import has_kernels
 from flexor.policies.augment.arguments import WHERE
-from flexor.policies.augment.draw import Draw, SampledOps
+from flexor.policies.augment.draw import SampledOps, TransformSampler
 from flexor.policies.augment.operations import ImageOp, Transform, read_transforms
 from flexor.policies.augment.plain import apply_slot
 from flexor.policies.features import PolicyFeature
@@ -39,10 +39,10 @@ class AugmentImages(ProcessingStep):
         self.used = {operation.op for operation in operations}
         self.reach = max((max(o.kernel) // 2 for o in operations if o.op is ImageOp.BLUR), default=0)
         _check_sizes(transforms, cameras)
-        self.draw = Draw(transforms, settings.max_num_transforms, settings.random_order, sizes)
+        self.draw = TransformSampler(transforms, settings.max_num_transforms, settings.random_order, sizes)
 
     def to(self, device: str) -> None:
-        self.draw.on(torch.device(device))
+        self.draw.tables(torch.device(device))
 
     def split_images(self) -> tuple[None, AugmentImages]:
         return None, self
@@ -78,7 +78,7 @@ class AugmentImages(ProcessingStep):
         return apply_slot(images, *draws, seeds, self.used, self.reach, look=images.device.type == "cpu")
 
     def _fused(self, images: Tensor, sampled: SampledOps, camera: int, slot: int) -> Tensor:
-        """The same in one or two passes over the images; `drawn` is read where it is."""
+        """The same in one or two passes over the images. Only the GPU reads the operations."""
         ops, (kinds, numbers, seeds) = torch.ops.flexor, sampled
         if images.dtype != torch.uint8:
             images = images.float()

@@ -44,9 +44,7 @@ class PatchEmbedding(nn.Conv2d):
         rows, columns = images.shape[-2] // self.patch, images.shape[-1] // self.patch
         images = images[..., : rows * self.patch, : columns * self.patch]
         patches = images.unflatten(3, (columns, self.patch)).unflatten(2, (rows, self.patch))
-        patches = (
-            patches.permute(0, 2, 4, 1, 3, 5).flatten(3).flatten(1, 2)
-        )  # [B, patches, 3 * patch * patch]
+        patches = patches.permute(0, 2, 4, 1, 3, 5).flatten(3).flatten(1, 2)  # [B, patches, 3 * patch^2]
         return F.linear(patches, self.weight.flatten(1), self.bias)
 
 

@@ -154,12 +154,12 @@ class SelfAttention(nn.Module):
 
 
 class GatedMLP(nn.Module):
-    def __init__(self, size: TransformerSize):
+    def __init__(self, width: int, hidden: int, activation: Literal["gelu", "silu"], bias: bool = False):
         super().__init__()
-        self.activation = size.activation
-        self.gate_proj = nn.Linear(size.width, size.mlp_width, bias=False)
-        self.up_proj = nn.Linear(size.width, size.mlp_width, bias=False)
-        self.down_proj = nn.Linear(size.mlp_width, size.width, bias=False)
+        self.activation = activation
+        self.gate_proj = nn.Linear(width, hidden, bias=bias)
+        self.up_proj = nn.Linear(width, hidden, bias=bias)
+        self.down_proj = nn.Linear(hidden, width, bias=bias)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.down_proj(gated(self.gate_proj(x), self.up_proj(x), self.activation))
@@ -169,7 +169,7 @@ class TransformerLayer(nn.Module):
     def __init__(self, size: TransformerSize, kv_width: int | None = None):
         super().__init__()
         self.self_attn = SelfAttention(size, kv_width)
-        self.mlp = GatedMLP(size)
+        self.mlp = GatedMLP(size.width, size.mlp_width, size.activation)
         self.input_layernorm = DecoderNorm(size, condition_dim=size.condition_dim)
         self.post_attention_layernorm = DecoderNorm(size, condition_dim=size.condition_dim)
 

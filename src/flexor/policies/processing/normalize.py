@@ -111,7 +111,7 @@ class NormalizationStep(ProcessingStep):
             return x
         if (
             x.dtype == torch.uint8 and feature.type is Kind.VISUAL
-        ):  # not yet on the device, where it becomes a float
+        ):  # not yet on the device, which makes it a float
             x = torch.div(x, 255)
         return self._scaled(x, mode, *self._statistics(key, feature, x, *required_statistics(mode)))
 

@@ -10,16 +10,12 @@ disagree where the model has no data, so the standard deviation of their values 
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch
 from torch import Tensor
 
 from flexor.core.rng import NoiseSource
+from flexor.policies.tdmpc.config import TDMPCConfig
 from flexor.policies.tdmpc.world_model import LatentWorld
-
-if TYPE_CHECKING:
-    from flexor.policies.tdmpc.config import TDMPCConfig
 
 
 def plan(

@@ -66,8 +66,8 @@ class PaliGemmaConfig(FineTuningSettings, RelativeActionSettings, CrossEmbodimen
                 raise ConfigError(
                     f"policy.{setting}={getattr(self, setting)!r} must be one of {', '.join(GEMMA)}."
                 )
-        reader, expert = GEMMA[self.paligemma_variant], GEMMA[self.action_expert_variant]
-        if not expert.can_attend_to(reader):
+        language_model, expert = GEMMA[self.paligemma_variant], GEMMA[self.action_expert_variant]
+        if not expert.can_attend_to(language_model):
             raise ConfigError(
                 f"policy.action_expert_variant={self.action_expert_variant} can't attend to "
                 f"policy.paligemma_variant={self.paligemma_variant}: they differ in depth or attention heads."

@@ -20,9 +20,7 @@ class VQBeTConfig(VisionSettings, AdamSettings, PolicyConfig):
     """Defaults are those for PushT, as LeRobot sets them."""
 
     type: ClassVar[str] = "vqbet"
-    trains_in_bf16: ClassVar[bool] = (
-        False  # rounding flips codes of the quantizer, and the small network gains no time
-    )
+    trains_in_bf16: ClassVar[bool] = False  # rounding flips codes, and the small network gains no time
     calibration = Calibration(cameras=1, height=96, width=96)
 
     n_obs_steps: int = 5
