@@ -123,7 +123,7 @@ class CrossEmbodimentConfig(ChunkConfig):
             else:
                 log.info("the policy's camera %s is left out: the dataset has none for its place", camera)
         for camera in new:
-            log.info("%s is a camera more than the policy had", camera)
+            log.info("%s is an additional camera: the policy had none for it", camera)
         return places + new
 
     def _resize(self, name: str, features: Features, dataset_features: Features) -> None:

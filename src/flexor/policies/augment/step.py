@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 from dataclasses import replace
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -21,7 +20,7 @@ from flexor.policies.augment.operations import ImageOp, Transform, read_transfor
 from flexor.policies.augment.plain import apply_slot
 from flexor.policies.features import PolicyFeature
 from flexor.policies.processing.pipeline import ACTING, Pipeline, ProcessingStep, StepContext
-from flexor.policies.processing.rename_and_move import ToDevice, float_image, is_byte_image
+from flexor.policies.processing.rename_and_move import ToDevice, float_image, with_float_images
 
 CHANNELS = (1, 3)
 
@@ -61,7 +60,7 @@ class AugmentImages(ProcessingStep):
             sampled = self.draw(noise, len(images), images.device)
         for name in cameras:
             out[name] = self._augmented(out[name], sampled, self.cameras.index(name))
-        return out if context.keeps_bytes else {name: _as_float(name, value) for name, value in out.items()}
+        return out if context.keeps_bytes else with_float_images(out)
 
     def _augmented(self, images: Tensor, sampled: SampledOps, camera: int) -> Tensor:
         shape = images.shape
@@ -88,10 +87,6 @@ class AugmentImages(ProcessingStep):
         if ImageOp.BLUR in self.used:
             rows = ops.augment_blur_rows(images, kinds, numbers, camera, slot, self.reach)
         return ops.augment_slot(images, kinds, numbers, seeds, sums, rows, camera, slot, self.reach)
-
-
-def _as_float(name: str, value: Any) -> Any:
-    return float_image(value) if is_byte_image(name, value) else value
 
 
 def _check_sizes(transforms: list[Transform], cameras: Mapping[str, PolicyFeature]) -> None:

@@ -124,7 +124,7 @@ class SiglipVision(nn.Module):
         self.embeddings = SiglipEmbeddings(size)
         self.encoder = SiglipEncoder(size)
         self.post_layernorm = nn.LayerNorm(size.width, eps=1e-6)
-        self.apply(_start)
+        self.apply(_initialize)
 
     def forward(self, images: Tensor) -> Tensor:
         return self.post_layernorm(self.encoder(self.embeddings(images)))
@@ -133,7 +133,7 @@ class SiglipVision(nn.Module):
         return list(self.encoder.layers)
 
 
-def _start(module: nn.Module) -> None:
+def _initialize(module: nn.Module) -> None:
     """Initial values of a SigLIP without pretrained weights."""
     if isinstance(module, nn.Linear):
         nn.init.xavier_uniform_(module.weight)

@@ -9,9 +9,9 @@ Parameter names are those of `transformers`.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
@@ -52,6 +52,21 @@ class TransformerSize:
     mrope_interleaved: bool = False
     condition_dim: int | None = None
     """Width of the condition that scales, shifts and gates, as in pi0.5; None: there is none."""
+
+    @classmethod
+    def from_config(cls, config: Mapping[str, Any], **differences: Any) -> TransformerSize:
+        """The size in a config.json of `transformers`, in which all families use the same names."""
+        width, heads = config["hidden_size"], config["num_attention_heads"]
+        return cls(
+            width,
+            depth=config["num_hidden_layers"],
+            mlp_width=config["intermediate_size"],
+            heads=heads,
+            kv_heads=config.get("num_key_value_heads") or heads,
+            head_dim=config.get("head_dim") or width // heads,
+            norm_eps=config["rms_norm_eps"],
+            **differences,
+        )
 
     @property
     def groups(self) -> int:

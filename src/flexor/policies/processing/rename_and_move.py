@@ -104,6 +104,10 @@ def is_byte_image(key: str, value: Any) -> bool:
     return key.startswith(IMAGE_PREFIX) and isinstance(value, Tensor) and value.dtype == torch.uint8
 
 
+def with_float_images(batch: Batch) -> Batch:
+    return {key: float_image(value) if is_byte_image(key, value) else value for key, value in batch.items()}
+
+
 def float_image(value: Tensor) -> Tensor:
     """From 0 to 1."""
     return torch.div(value, 255)  # bytes become float32 in the same pass
