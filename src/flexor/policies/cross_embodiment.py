@@ -32,10 +32,8 @@ class CrossEmbodimentConfig(ChunkConfig):
         super().validate()
         self.require(1, "max_state_dim", "max_action_dim")
         self.require(0, "empty_cameras")
-        if self.input_features and not self.images:
-            raise self.missing_input("a camera (observation.image...)")
-        if self.input_features and self.state is None:
-            raise self.missing_input(STATE)
+        if self.input_features and not (self.images and self.state):
+            raise self.missing_input(f"{STATE} and a camera (observation.images...)")
         self.check_padding()
 
     @property
