@@ -10,7 +10,7 @@ import torch
 from flexor.core.rng import Noise
 from flexor.data.settings import ImageTransformConfig, ImageTransformsConfig
 from flexor.policies.augment import plain
-from flexor.policies.augment.draw import Draw
+from flexor.policies.augment.draw import TransformSampler
 from flexor.policies.augment.operations import FILL, NUMBERS, ImageOp, read_transforms
 from parity.augment_cases import CASES, DRAWN, DRAWS, HEIGHT, SIZE, WIDTH, image, summary
 
@@ -82,7 +82,7 @@ def drawn(name: str) -> np.ndarray:
     kind, arguments = DRAWN[name]
     settings = ImageTransformsConfig(True, 1, False, {"one": ImageTransformConfig(1.0, kind, arguments)})
     noise = Noise(3, 5, torch.arange(DRAWS))
-    found = Draw(read_transforms(settings), 1, False, [SIZE])(noise, DRAWS, torch.device("cpu"))
+    found = TransformSampler(read_transforms(settings), 1, False, [SIZE])(noise, DRAWS, torch.device("cpu"))
     numbers = found.numbers[:, 0].double()
     if kind == "ColorJitter":  # in an order of its own for each
         order = found.ops[:, 0].argsort(-1)

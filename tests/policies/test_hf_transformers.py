@@ -7,7 +7,7 @@ import pytest
 
 from flexor.core.errors import ConfigError
 from flexor.core.paths import UnsafePath
-from flexor.policies.hf_transformers import fetch, located
+from flexor.policies.hf_transformers import fetch, resolve_builtin
 from support.tokenizers import make_tokenizer
 
 
@@ -28,4 +28,4 @@ def test_code_beside_a_tokenizer_is_not_run(kind, tmp_path):
 @pytest.mark.parametrize("name", ["builtin/../../../etc", "builtin//etc", "builtin/.."])
 def test_names_of_built_in_models_stay_there(name):
     with pytest.raises(UnsafePath):
-        located(name)
+        resolve_builtin(name)

@@ -296,7 +296,7 @@ def test_empty_cameras_are_never_seen():
     [
         ({"state": 33}, "max_state_dim=32"),
         ({"action": 40}, "max_action_dim=32"),
-        ({"cameras": ()}, "requires a camera"),
+        ({"cameras": ()}, "and a camera"),
         ({"n_obs_steps": 2}, "n_obs_steps=2"),
         ({"n_action_steps": 7}, "n_action_steps=7"),
         ({"image_resolution": (28, 42)}, "must be square"),

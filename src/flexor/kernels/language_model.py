@@ -30,10 +30,7 @@ define_operator(
     "rotate", "(Tensor x, Tensor cos, Tensor sin) -> Tensor", lambda x, *_: torch.empty_like(x), MODULE
 )
 define_operator(
-    "gate",
-    "(Tensor gate, Tensor up, bool gelu) -> Tensor",
-    lambda gate, *_: torch.empty_like(gate),
-    MODULE,
+    "gate", "(Tensor gate, Tensor up, bool gelu) -> Tensor", lambda gate, *_: torch.empty_like(gate), MODULE
 )
 define_operator(
     "attend_few",

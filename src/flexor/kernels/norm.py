@@ -136,7 +136,7 @@ class NormRelu(torch.autograd.Function):
         eps: float,
         *running: Any,  # running_mean, running_var and momentum, if they are tracked
     ) -> Tensor:
-        ctx.relu, ctx.pool, ctx.groups, ctx.residual = relu, pool, groups, residual is not None
+        ctx.groups = groups
         if running:
             statistics = torch.ops.flexor.norm_running_statistics(x, weight, bias, eps, *running)
         else:
@@ -144,57 +144,36 @@ class NormRelu(torch.autograd.Function):
         mean, rstd, scale, shift = statistics
         if pool:
             y, taps = torch.ops.flexor.norm_pool(x, scale, shift)
-            ctx.save_for_backward(x, weight, mean, rstd, taps)
+            ctx.save_for_backward(x, weight, mean, rstd, None, None, None, taps)
             return y
         y = torch.ops.flexor.norm_apply(x, scale, shift, residual, relu)
-        # without a residual, x tells where ReLU was zero
-        ctx.save_for_backward(x, weight, mean, rstd, scale, shift, y if relu and ctx.residual else None)
+        # y tells where ReLU was zero; without a residual, x does, with its scale
+        relu_y, relu_scale = (None, scale) if residual is None else (y, None)
+        ctx.save_for_backward(
+            x, weight, mean, rstd, relu_scale if relu else None, shift, relu_y if relu else None, None
+        )
         return y
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> Any:
         gradient = gradient.contiguous(memory_format=torch.channels_last)
-        if ctx.pool:
-            dx, dweight, dbias = _pool_backward(gradient, ctx.groups, *ctx.saved_tensors)
-            return dx, dweight, dbias, *[None] * (len(ctx.needs_input_grad) - 3)
-        x, weight, mean, rstd, scale, shift, y = ctx.saved_tensors
-        masked = gradient
-        relu = ctx.relu
-        if y is not None:
-            masked, sums = torch.ops.flexor.norm_sums_residual(gradient, x, y, mean)
-            relu = False
+        x, weight, mean, rstd, scale, shift, y, taps = ctx.saved_tensors
+        ops, masked = torch.ops.flexor, gradient
+        if taps is not None:
+            sums = ops.norm_pool_sums(gradient, taps, x, mean)
+        elif y is not None:
+            masked, sums = ops.norm_sums_residual(gradient, x, y, mean)
         else:
-            sums = torch.ops.flexor.norm_sums(gradient, x, mean, scale if relu else None, shift)
-        *factors, dweight, dbias = torch.ops.flexor.norm_factors(
-            sums, weight, mean, rstd, ctx.groups, x[0, 0].numel()
-        )
-        dx = torch.ops.flexor.norm_backward(masked, None, x, *factors, scale if relu else None, shift)
-        needs_residual_grad = ctx.residual and ctx.needs_input_grad[3]
+            sums = ops.norm_sums(gradient, x, mean, scale, shift)
+        *factors, dweight, dbias = ops.norm_factors(sums, weight, mean, rstd, ctx.groups, x[0, 0].numel())
+        if taps is not None:
+            dx = ops.norm_pool_backward(gradient, taps, x, *factors, *x.shape[2:])
+        else:
+            dx = ops.norm_backward(masked, None, x, *factors, scale, shift)
         param_grads = _total(dweight, weight), _total(dbias, weight)
-        return (
-            dx,
-            *param_grads,
-            masked if needs_residual_grad else None,
-            *[None] * (len(ctx.needs_input_grad) - 4),
-        )
-
-
-def _pool_backward(
-    gradient: Tensor,
-    groups: int,
-    x: Tensor,
-    weight: Tensor,
-    mean: Tensor,
-    rstd: Tensor,
-    taps: Tensor,
-) -> tuple[Tensor, Tensor, Tensor]:
-    sums = torch.ops.flexor.norm_pool_sums(gradient, taps, x, mean)
-    *factors, dweight, dbias = torch.ops.flexor.norm_factors(
-        sums, weight, mean, rstd, groups, x[0, 0].numel()
-    )
-    dx = torch.ops.flexor.norm_pool_backward(gradient, taps, x, *factors, *x.shape[2:])
-    return dx, _total(dweight, weight), _total(dbias, weight)
+        residual_grad = masked if ctx.needs_input_grad[3] else None
+        return dx, *param_grads, residual_grad, *[None] * (len(ctx.needs_input_grad) - 4)
 
 
 def _total(per_set: Tensor, like: Tensor) -> Tensor:

@@ -9,7 +9,7 @@ from contextlib import nullcontext
 from flexor.core.errors import ConfigError
 from flexor.core.typed import closest
 from flexor.policies.base import Policy, PolicyConfig
-from flexor.policies.external import installed, is_code, load_own
+from flexor.policies.external import installed, is_code, load_external
 from flexor.policies.sizes import building
 
 POLICIES = {
@@ -30,14 +30,14 @@ def policy_class(kind: str) -> type[Policy]:
     if kind in POLICIES:
         return _built_in(kind)
     if is_code(kind):
-        return load_own(kind)
+        return load_external(kind)
     registered = installed()
     if kind not in registered:
         raise ConfigError(
             f"policy.type={kind!r} is not known. {closest(kind, [*POLICIES, *registered])} "
             "For your own policy, use --policy.type=path/to/file.py:CLASS."
         )
-    return load_own(kind, registered[kind])
+    return load_external(kind, registered[kind])
 
 
 def make_policy(config: PolicyConfig) -> Policy:

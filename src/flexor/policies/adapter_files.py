@@ -36,12 +36,8 @@ OTHER_KINDS = {
     *("use_dora", "use_qalora", "use_bdlora", "fan_in_fan_out", "lora_bias", "target_parameters"),
     *("trainable_token_indices", "kasa_config", "velora_config", "monteclora_config", "layer_replication"),
 }
-CHANGE_BASE = (
-    "pissa",
-    "olora",
-    "corda",
-    "lora_ga",
-)  # initial values that change the weights they are added to
+# initial values that change the weights they are added to
+CHANGE_BASE = ("pissa", "olora", "corda", "lora_ga")
 
 
 def save_adapter(model: Path, weights: Mapping[str, Tensor], config: LoraConfig, base: str | None) -> None:

@@ -69,10 +69,10 @@ class LoraLinear(nn.Linear):
         self.lora_A = nn.Parameter(torch.empty(config.r, self.in_features, device=device))
         self.lora_B = nn.Parameter(torch.empty(self.out_features, config.r, device=device))
         self.scale, self.dropout, self.key = config.scale, config.dropout, key
-        self.start()
+        self.init_adapter()
 
     @torch.no_grad()
-    def start(self) -> None:
+    def init_adapter(self) -> None:
         """Set initial values, which add zero. They depend only on the key, so each rank can fill its own shard."""
         if self.lora_A.is_meta:
             return
@@ -166,10 +166,10 @@ def modules_named(modules: Mapping[str, M], requested: list[str] | str, setting:
     return named
 
 
-def start_adapters(policy: nn.Module) -> None:
+def init_adapters(policy: nn.Module) -> None:
     for layer in policy.modules():
         if isinstance(layer, LoraLinear):
-            layer.start()
+            layer.init_adapter()
 
 
 def is_adapter(name: str) -> bool:

@@ -90,6 +90,18 @@ class PolicyConfig:
                 allowed = f"at least {low:g}" if high == inf else f"from {low:g} to {high:g}"
                 raise ConfigError(f"policy.{name}={value} must be {allowed}.")
 
+    def check_one_observation(self) -> None:
+        if self.n_obs_steps != 1:
+            raise ConfigError(
+                f"policy.n_obs_steps={self.n_obs_steps}: {self.type} supports one observation only; set it to 1."
+            )
+
+    def missing_input(self, required: str) -> ConfigError:
+        """The error of a dataset that lacks what the policy requires."""
+        return ConfigError(
+            f"{self.type} requires {required}; the dataset has {', '.join(self.input_features)}."
+        )
+
     def check_untrained(self) -> None:
         """Refuse to train a new policy without weights (--policy.path), if that needs to be said explicitly."""
 
@@ -235,6 +247,35 @@ class PolicyConfig:
         return self.output_features[ACTION]
 
 
+class ChunkConfig(PolicyConfig):
+    """What policies have that predict a chunk from the current observation on.
+
+    Not a dataclass: a policy declares the two fields, in the order of LeRobot's config.json.
+    """
+
+    chunk_size: int
+    """Number of actions predicted at once."""
+    n_action_steps: int
+    """Number of actions of a chunk that are executed before the next prediction."""
+
+    def validate(self) -> None:
+        self.require(1, "chunk_size", "n_action_steps")
+        self.check_one_observation()
+        if self.n_action_steps > self.chunk_size:
+            raise ConfigError(
+                f"policy.n_action_steps={self.n_action_steps} is more than policy.chunk_size={self.chunk_size}: "
+                "only predicted actions can be executed."
+            )
+
+    @property
+    def action_deltas(self) -> list[int]:
+        return list(range(self.chunk_size))
+
+    @property
+    def action_steps(self) -> int:
+        return self.n_action_steps
+
+
 @dataclass
 class Loss:
     """A loss per sample. The batch's loss is the mean of `per_sample`; `parts` are only logged."""
@@ -262,6 +303,8 @@ class Policy(nn.Module):
     """Whether `predict` can continue the last chunk: see `nn/real_time.py`."""
     weight_names: ClassVar[WeightNames] = WeightNames()
     """How the names of its weights in files differ from those here."""
+    optimizes_frozen: ClassVar[bool] = False
+    """Whether the optimizer gets frozen parameters too, without an effect: LeRobot's numbers them."""
 
     def __init__(self, config: PolicyConfig):
         super().__init__()
@@ -300,7 +343,7 @@ class Policy(nn.Module):
         return []
 
     def param_groups(self) -> list[ParamGroup]:
-        return [ParamGroup([p for p in self.parameters() if p.requires_grad])]
+        return [ParamGroup([p for p in self.parameters() if p.requires_grad or self.optimizes_frozen])]
 
 
 def without_padding(error: Tensor, batch: Mapping[str, Any]) -> Tensor:

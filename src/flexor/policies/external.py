@@ -46,7 +46,7 @@ def is_loaded(kind: str) -> bool:
     return settled(kind) in _loaded
 
 
-def load_own(kind: str, code: str | None = None) -> type[Policy]:
+def load_external(kind: str, code: str | None = None) -> type[Policy]:
     """The policy of this type. `code` says where its code is; by default the type does."""
     kind = settled(kind)
     if kind not in _loaded:

@@ -125,10 +125,7 @@ def sample_of(policy: PolicyConfig, rename_map: Mapping[str, str]) -> tuple[list
 
 
 def statistics(
-    dataset: Dataset,
-    policy: PolicyConfig,
-    use_imagenet: bool,
-    rename_map: Mapping[str, str] = NONE_RENAMED,
+    dataset: Dataset, policy: PolicyConfig, use_imagenet: bool, rename_map: Mapping[str, str] = NONE_RENAMED
 ) -> Stats:
     """The dataset's statistics for the policy's features, by the policy's names. Missing ones are computed."""
     features = {**policy.input_features, **policy.output_features}

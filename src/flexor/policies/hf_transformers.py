@@ -25,7 +25,7 @@ def import_transformers(needed_for: str) -> Any:
 BUILTIN = "builtin/"  # names of models that come with Flexor: sizes and tokenizers, no weights
 
 
-def located(name: str) -> str:
+def resolve_builtin(name: str) -> str:
     """The folder of a model that comes with Flexor; any other name as it is."""
     if not name.startswith(BUILTIN):
         return name
@@ -43,7 +43,7 @@ def fetch(kind: str, name: str, files: Sequence[str] = (), **options: Any) -> An
         options["trust_remote_code"] = False  # by default, `transformers` would ask
     try:
         with _quietly(transformers.utils.logging):
-            return getattr(transformers, kind).from_pretrained(located(name), **options)
+            return getattr(transformers, kind).from_pretrained(resolve_builtin(name), **options)
     except (OSError, ValueError) as error:
         raise ConfigError(
             f"Can't load a {kind} from {name!r}, which must be a local folder or a Hub repository: {first_line(error)}"

@@ -16,9 +16,7 @@ from flexor.policies.weight_names import tied_names
 def parameters_without_memory() -> Iterator[None]:
     """Modules created inside have parameters on the meta device. Buffers are real, since they hold computed values."""
     register = nn.Module.register_parameter
-    replaced = (
-        WeakTensorKeyDictionary()
-    )  # a parameter that a second module registers gets the same replacement
+    replaced = WeakTensorKeyDictionary()  # a tied parameter is registered twice, and replaced by the same one
 
     def register_empty(module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
         if parameter is not None and not parameter.is_meta:

@@ -37,7 +37,7 @@ from flexor.core.typed import Partial, from_plain, to_plain
 from flexor.core.weight_files import WeightFiles
 from flexor.policies import POLICIES, make_policy, policy_class
 from flexor.policies.adapter_files import base_of, merge_adapter
-from flexor.policies.adapters import is_adapter, start_adapters
+from flexor.policies.adapters import init_adapters, is_adapter
 from flexor.policies.base import Policy, PolicyConfig
 from flexor.policies.check_weights import check_ties, names_in_file
 from flexor.policies.external import is_code, is_loaded, short_name
@@ -337,7 +337,7 @@ def load_weights(policy: Policy, folder: Path) -> None:
     names, weights = check_weights(policy, folder), WeightFiles(folder)
     check_ties(policy, names, weights)
     weights.fill(_weights_of(policy), names)
-    start_adapters(policy)
+    init_adapters(policy)
 
 
 def _weights_of(policy: Policy) -> dict[str, Tensor]:

@@ -66,9 +66,8 @@ def _check_target(source: str, feature: PolicyFeature, target: str, policy: Poli
             f"rename_map maps {source} to {target}: {source} is {kind}, so its name {needed} {IMAGE_PREFIX!r}."
         )
     policy_inputs = policy.input_features
-    if (
-        policy_inputs and target not in policy_inputs and source not in policy_inputs
-    ):  # a feature with a name of the policy may get another one
+    # a feature with a name of the policy may get another one
+    if policy_inputs and target not in policy_inputs and source not in policy_inputs:
         raise ConfigError(
             f"rename_map maps {source} to {target}, but the policy has no {target}. {closest(target, policy_inputs)}"
         )

@@ -19,16 +19,18 @@ from flexor.core.errors import ConfigError, FlexorError
 from flexor.core.foreign_files import MALFORMED
 from flexor.policies.features import Kind
 
-LARGEST = 1 << 20
+MAX_SIZE = 1 << 20
 """Of an integer that sizes a network: the largest vocabularies have a quarter of it."""
-LARGEST_INPUT = 1 << 28  # values of a feature: an image of 16,000 x 5,000 pixels
-MOST_PARAMETERS = 10_000  # tensors; the largest policies have 2,000
-MOST_LAYERS = 1_000
-MOST_TABLES = 4 << 30  # bytes of masks, positions and codes, which are real before any weights are compared
+MAX_INPUT_VALUES = 1 << 28  # values of a feature: an image of 16,000 x 5,000 pixels
+MAX_PARAMETERS = 10_000  # tensors; the largest policies have 2,000
+MAX_LAYERS = 1_000
+MAX_BUFFER_BYTES = (
+    4 << 30
+)  # bytes of masks, positions and codes, which are real before any weights are compared
 DIMENSIONS = {Kind.VISUAL: 3, Kind.STATE: 1, Kind.ENV: 1, Kind.ACTION: 1}
 SEQUENCE = 1 << 14
 """The longest that a network attends to: some have a real table of its square, before any weights are compared."""
-NARROWER = {
+SETTING_LIMITS = {
     **dict.fromkeys(
         ("horizon", "chunk_size", "action_chunk_size", "n_obs_steps", "n_action_steps"), SEQUENCE
     ),
@@ -53,9 +55,9 @@ def check_sizes(config: Any) -> None:
         for size in feature.shape:
             values *= max(size, 0)
         dimensions = DIMENSIONS.get(feature.type, len(feature.shape))
-        if not 0 < values <= LARGEST_INPUT or len(feature.shape) != dimensions:
+        if not 0 < values <= MAX_INPUT_VALUES or len(feature.shape) != dimensions:
             raise ConfigError(
-                f"The feature {name!r} has the shape {list(feature.shape)}, which nothing can have."
+                f"The feature {name!r} has the shape {list(feature.shape)}, which can't be right."
             )
 
 
@@ -63,18 +65,18 @@ def _check(name: str, value: Any) -> None:
     if isinstance(value, bool):
         return
     setting = name.rpartition(".")[2]
-    limit = NARROWER.get(setting, MOST_LAYERS if "layer" in setting else LARGEST)
+    limit = SETTING_LIMITS.get(setting, MAX_LAYERS if "layer" in setting else MAX_SIZE)
     if isinstance(value, int) and abs(value) > limit:
         raise ConfigError(f"{name}={value} can't be right: no policy has more than {limit:,}.")
     if isinstance(value, dict):
         value = list(value.values())
     if isinstance(value, list | tuple):
-        if len(value) > LARGEST:
+        if len(value) > MAX_SIZE:
             raise ConfigError(f"{name} has {len(value):,} values, which can't be right.")
         for item in value:
             _check(name, item)
         is_image = name.endswith(IMAGE_SIZES) and all(isinstance(size, int) for size in value)
-        if is_image and math.prod(value) > LARGEST_INPUT:
+        if is_image and math.prod(value) > MAX_INPUT_VALUES:
             raise ConfigError(f"{name}={list(value)} can't be right: no image has that size.")
 
 
@@ -96,9 +98,9 @@ def building(kind: str) -> Iterator[None]:
     def register_counted(module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
         nonlocal count
         count += 1
-        if count > MOST_PARAMETERS:
+        if count > MAX_PARAMETERS:
             raise ConfigError(
-                f"The settings of this {kind} policy make a network of more than {MOST_PARAMETERS:,} tensors, which "
+                f"The settings of this {kind} policy make a network of more than {MAX_PARAMETERS:,} tensors, which "
                 "can't be right. Check its numbers of layers and steps."
             )
         register(module, name, parameter)
@@ -106,10 +108,10 @@ def building(kind: str) -> Iterator[None]:
     def register_counted_buffer(module: nn.Module, name: str, tensor: Any, persistent: bool = True) -> None:
         nonlocal tables
         tables += tensor.nbytes if tensor is not None and not tensor.is_meta else 0
-        if tables > MOST_TABLES:
+        if tables > MAX_BUFFER_BYTES:
             raise ConfigError(
-                f"The settings of this {kind} policy make tables of more than {MOST_TABLES >> 30} GB, which can't be "
-                "right. Check its sizes."
+                f"The settings of this {kind} policy make tables of more than {MAX_BUFFER_BYTES >> 30} GB, which "
+                "can't be right. Check its sizes."
             )
         register_buffer(module, name, tensor, persistent)
 

@@ -18,7 +18,7 @@ from flexor.kernels import triton as triton_folder
 from flexor.policies.act.config import ACTConfig
 from flexor.policies.augment import plain
 from flexor.policies.augment import step as module
-from flexor.policies.augment.draw import Draw
+from flexor.policies.augment.draw import TransformSampler
 from flexor.policies.augment.operations import ImageOp, read_transforms
 from flexor.policies.augment.step import AugmentImages, augmentation, augmented
 from flexor.policies.features import Kind, PolicyFeature
@@ -117,7 +117,7 @@ def test_the_defaults_are_lerobots():
 def chosen(weights: dict[str, float], count: int, random_order: bool, samples: int = 6000) -> Tensor:
     tfs = {name: ImageTransformConfig(weight, *ALL[name]) for name, weight in weights.items()}
     transforms = read_transforms(ImageTransformsConfig(True, count, random_order, tfs))
-    draw = Draw(transforms, count, random_order, [(8, 8)])
+    draw = TransformSampler(transforms, count, random_order, [(8, 8)])
     return draw(Noise(0, 0, torch.arange(samples)), samples, torch.device("cpu")).ops[:, 0]
 
 

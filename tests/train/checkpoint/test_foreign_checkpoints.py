@@ -295,7 +295,7 @@ def test_a_checkpoint_with_absurd_sizes_is_refused_at_once(name, value, theirs, 
 
 
 def test_a_network_of_too_many_tensors_is_not_built(monkeypatch):
-    monkeypatch.setattr("flexor.policies.sizes.MOST_PARAMETERS", 500)
+    monkeypatch.setattr("flexor.policies.sizes.MAX_PARAMETERS", 500)
     config = policy_class("act").Config(n_encoder_layers=900, dim_model=16, n_heads=2)
     config = read_features(config)
     with at_most(60), pytest.raises(ConfigError, match="more than 500 tensors"):
@@ -303,7 +303,7 @@ def test_a_network_of_too_many_tensors_is_not_built(monkeypatch):
 
 
 def test_a_network_of_too_large_tables_is_not_built(monkeypatch):
-    monkeypatch.setattr("flexor.policies.sizes.MOST_TABLES", 1 << 10)
+    monkeypatch.setattr("flexor.policies.sizes.MAX_BUFFER_BYTES", 1 << 10)
     with pytest.raises(ConfigError, match="make tables of more than"):
         make_policy(read_features(policy_class("act").Config(dim_model=16, n_heads=2, chunk_size=100)))
 

@@ -17,22 +17,10 @@ VALUES = 1024  # of a program
 
 @triton.jit(do_not_specialize=["row"])
 def _adam(
-    weight,
-    gradient,
-    average,
-    square,
-    copy,
-    factors,
-    scale,
-    row,
-    count,
-    one_minus_beta1,
-    one_minus_beta2,
-    eps,
-    decay,
-    SCALED: tl.constexpr,
-    VALUES: tl.constexpr,
-):
+    weight, gradient, average, square, copy, factors, scale,
+    row, count, one_minus_beta1, one_minus_beta2, eps, decay,
+    SCALED: tl.constexpr, VALUES: tl.constexpr,
+):  # fmt: skip
     index = tl.program_id(0).to(tl.int64) * VALUES + tl.arange(0, VALUES)
     mask = index < count
     factors += 3 * row
@@ -69,16 +57,7 @@ def adam_with_copies(
     """`factors` [tensors, 3]: bias-corrected step size, root of the second bias correction, 1 - lr * weight decay."""
     for row, tensors in enumerate(zip(weights, gradients, averages, squares, copies, strict=True)):
         count = tensors[0].numel()
+        scalars = count, one_minus_beta1, one_minus_beta2, eps, decay
         _adam[(triton.cdiv(count, VALUES),)](
-            *tensors,
-            factors,
-            scale,
-            row,
-            count,
-            one_minus_beta1,
-            one_minus_beta2,
-            eps,
-            decay,
-            scale is not None,
-            VALUES,
+            *tensors, factors, scale, row, *scalars, scale is not None, VALUES
         )

@@ -44,10 +44,10 @@ def _rotate(x, cos, sin, out, tokens, heads, sample_stride, half, HEADS: tl.cons
     start = token.to(tl.int64) * heads * 2 * half + head * 2 * half
     angle = (token // tokens).to(tl.int64) * sample_stride + (token % tokens) * 2 * half + channel
     partner_channel = tl.where(channel < half, channel + half, channel - half)
-    value = tl.load(x + start + channel, mask=inside, partner_channel=0.0).to(tl.float32)
-    partner_value = tl.load(x + start + partner_channel, mask=inside, partner_channel=0.0).to(tl.float32)
-    rotated = value * tl.load(cos + angle, mask=inside, partner_channel=0.0)
-    rotated += partner_value * tl.load(sin + angle, mask=inside, partner_channel=0.0)
+    value = tl.load(x + start + channel, mask=inside, other=0.0).to(tl.float32)
+    partner_value = tl.load(x + start + partner_channel, mask=inside, other=0.0).to(tl.float32)
+    rotated = value * tl.load(cos + angle, mask=inside, other=0.0)
+    rotated += partner_value * tl.load(sin + angle, mask=inside, other=0.0)
     tl.store(out + start + channel, rotated.to(out.dtype.element_ty), mask=inside)
 
 
@@ -156,10 +156,8 @@ def attend_few(queries: Tensor, keys: Tensor, values: Tensor, mask: Tensor) -> T
     blocks = triton.cdiv(count, block)
     splits = 1 if blocks <= 2 * SPLIT_BLOCKS else triton.cdiv(blocks, SPLIT_BLOCKS)
     programs = splits * kv_heads * batch
-    block_rows = next(
-        (count_ for count_ in ROWS if triton.cdiv(tokens * group, count_) * programs >= MIN_PROGRAMS),
-        ROWS[-1],
-    )
+    enough = (rows for rows in ROWS if triton.cdiv(tokens * group, rows) * programs >= MIN_PROGRAMS)
+    block_rows = next(enough, ROWS[-1])
     row_blocks = triton.cdiv(tokens * group, block_rows)
     splits = min(splits, max(1, MAX_PROGRAMS // (row_blocks * kv_heads * batch)))
     split_keys = triton.cdiv(blocks, splits) * block

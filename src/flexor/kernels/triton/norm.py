@@ -16,13 +16,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from flexor.kernels.norm_shapes import (
-    ROWS,
-    empty_statistics,
-    shape_of,
-    split,
-    stride,
-)
+from flexor.kernels.norm_shapes import ROWS, empty_statistics, shape_of, split, stride
 
 # Statistics.
 
@@ -54,26 +48,13 @@ def _moments(x, means, squares, pixels, channels, parts, rows, ROWS: tl.constexp
 
 @triton.jit
 def _finish_statistics(
-    means,
-    squares,
-    weight,
-    bias,
+    means, squares, weight, bias,
     out,  # mean, rstd, scale, shift: [4, S, C]
-    running_mean,
-    running_var,
+    running_mean, running_var,
     entries,  # parts of all images of a set
-    pixels,
-    channels,
-    parts,
-    rows,
-    count,
-    eps,
-    momentum,
-    GROUPED: tl.constexpr,
-    RUNNING: tl.constexpr,
-    ENTRIES: tl.constexpr,
-    CHANNELS: tl.constexpr,
-):
+    pixels, channels, parts, rows, count, eps, momentum,
+    GROUPED: tl.constexpr, RUNNING: tl.constexpr, ENTRIES: tl.constexpr, CHANNELS: tl.constexpr,
+):  # fmt: skip
     column = tl.program_id(1) * CHANNELS + tl.arange(0, CHANNELS)
     means += tl.program_id(0) * entries * channels
     squares += tl.program_id(0) * entries * channels
@@ -128,34 +109,17 @@ def norm_statistics(
     images, channels, pixels = shape_of(x)
     parts, rows, width = split(images, channels, pixels)
     partial = x.new_empty((2, images * parts, channels), dtype=torch.float32)
-    _moments[(images * parts, channels // width)](
-        x, partial[0], partial[1], pixels, channels, parts, rows, ROWS, width
-    )
+    _moments[(images * parts, channels // width)](x, *partial, pixels, channels, parts, rows, ROWS, width)
     images_per_set = 1 if groups else images
     group_channels = channels // groups if groups else 1
     block = group_channels if groups else 8
     out = empty_statistics(x, groups)
     _finish_statistics[(images // images_per_set, channels // block)](
-        partial[0],
-        partial[1],
-        weight,
-        bias,
-        out,
-        running_mean,
-        running_var,
-        images_per_set * parts,
-        pixels,
-        channels,
-        parts,
-        rows,
-        float(images_per_set * pixels * group_channels),
-        eps,
-        momentum,
-        bool(groups),
-        running_mean is not None,
-        min(256, triton.next_power_of_2(images_per_set * parts)),
-        block,
-    )
+        *partial, weight, bias, out, running_mean, running_var,
+        images_per_set * parts, pixels, channels, parts, rows,
+        float(images_per_set * pixels * group_channels), eps, momentum,
+        bool(groups), running_mean is not None, min(256, triton.next_power_of_2(images_per_set * parts)), block,
+    )  # fmt: skip
     return out
 
 
@@ -177,21 +141,10 @@ def norm_running_statistics(
 
 @triton.jit
 def _apply(
-    x,
-    scale,
-    shift,
-    residual,
-    y,
-    pixels,
-    channels,
-    parts,
-    rows,
-    stride,
-    RESIDUAL: tl.constexpr,
-    RELU: tl.constexpr,
-    ROWS: tl.constexpr,
-    CHANNELS: tl.constexpr,
-):
+    x, scale, shift, residual, y,
+    pixels, channels, parts, rows, stride,
+    RESIDUAL: tl.constexpr, RELU: tl.constexpr, ROWS: tl.constexpr, CHANNELS: tl.constexpr,
+):  # fmt: skip
     image, part = tl.program_id(0) // parts, tl.program_id(0) % parts
     column = tl.program_id(1) * CHANNELS + tl.arange(0, CHANNELS)
     start = image.to(tl.int64) * pixels * channels
@@ -218,19 +171,8 @@ def norm_apply(x: Tensor, scale: Tensor, shift: Tensor, residual: Tensor | None,
     if residual is not None:
         residual = residual.contiguous(memory_format=torch.channels_last)
     _apply[(images * parts, channels // width)](
-        x,
-        scale,
-        shift,
-        residual,
-        y,
-        pixels,
-        channels,
-        parts,
-        rows,
-        stride(scale),
-        residual is not None,
-        relu,
-        ROWS,
-        width,
-    )
+        x, scale, shift, residual, y,
+        pixels, channels, parts, rows, stride(scale),
+        residual is not None, relu, ROWS, width,
+    )  # fmt: skip
     return y

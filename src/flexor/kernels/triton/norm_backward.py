@@ -14,40 +14,16 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from flexor.kernels.norm_shapes import (
-    ROWS,
-    empty_factors,
-    empty_sums,
-    shape_of,
-    split,
-    stride,
-)
+from flexor.kernels.norm_shapes import ROWS, empty_factors, empty_sums, shape_of, split, stride
 
 
 @triton.jit
 def _backward(
-    gradient,
-    y,
-    x,
-    a,
-    b,
-    d,
-    scale,
-    shift,
-    dx,
-    masked,
-    pixels,
-    channels,
-    parts,
-    rows,
-    stride,
-    MASK_Y: tl.constexpr,
-    MASK_X: tl.constexpr,
-    USE_X: tl.constexpr,
-    STORE_MASKED: tl.constexpr,
-    ROWS: tl.constexpr,
-    CHANNELS: tl.constexpr,
-):
+    gradient, y, x, a, b, d, scale, shift, dx, masked,
+    pixels, channels, parts, rows, stride,
+    MASK_Y: tl.constexpr, MASK_X: tl.constexpr, USE_X: tl.constexpr, STORE_MASKED: tl.constexpr,
+    ROWS: tl.constexpr, CHANNELS: tl.constexpr,
+):  # fmt: skip
     image, part = tl.program_id(0) // parts, tl.program_id(0) % parts
     column = tl.program_id(1) * CHANNELS + tl.arange(0, CHANNELS)
     start = image.to(tl.int64) * pixels * channels
@@ -77,46 +53,6 @@ def _backward(
             tl.store(masked + offset, g, mask=mask)
 
 
-def _run_backward(
-    gradient: Tensor,
-    y: Tensor | None,
-    x: Tensor | None,
-    a: Tensor,
-    b: Tensor | None,
-    d: Tensor | None,
-    scale: Tensor | None,
-    shift: Tensor | None,
-    masked: Tensor | None,
-) -> Tensor:
-    images, channels, pixels = shape_of(gradient)
-    parts, rows, width = split(images, channels, pixels)
-    dx = torch.empty_like(gradient)
-    _backward[(images * parts, channels // width)](
-        gradient,
-        y,
-        x,
-        a,
-        b,
-        d,
-        scale,
-        shift,
-        dx,
-        masked,
-        pixels,
-        channels,
-        parts,
-        rows,
-        stride(a),
-        y is not None,
-        scale is not None,
-        x is not None,
-        masked is not None,
-        ROWS,
-        width,
-    )
-    return dx
-
-
 def norm_backward(
     gradient: Tensor,
     y: Tensor | None,
@@ -126,38 +62,32 @@ def norm_backward(
     d: Tensor | None,
     scale: Tensor | None,
     shift: Tensor | None,
+    masked: Tensor | None = None,
 ) -> Tensor:
-    """dx. `y`, or `x` with `scale`, says where ReLU was zero; without them there is none."""
-    return _run_backward(gradient, y, x, a, b, d, scale, shift, None)
+    """dx. `y`, or `x` with `scale`, says where ReLU was zero; without them there is none. `masked` gets g."""
+    images, channels, pixels = shape_of(gradient)
+    parts, rows, width = split(images, channels, pixels)
+    dx = torch.empty_like(gradient)
+    _backward[(images * parts, channels // width)](
+        gradient, y, x, a, b, d, scale, shift, dx, masked,
+        pixels, channels, parts, rows, stride(a),
+        y is not None, scale is not None, x is not None, masked is not None, ROWS, width,
+    )  # fmt: skip
+    return dx
 
 
 def norm_backward_residual(gradient: Tensor, y: Tensor, a: Tensor) -> tuple[Tensor, Tensor]:
     """dx and dresidual, with fixed statistics."""
     masked = torch.empty_like(gradient)
-    return _run_backward(gradient, y, None, a, None, None, None, None, masked), masked
+    return norm_backward(gradient, y, None, a, None, None, None, None, masked), masked
 
 
 @triton.jit
 def _sums(
-    gradient,
-    x,
-    y,
-    mean,
-    scale,
-    shift,
-    masked,
-    plain,
-    weighted,
-    pixels,
-    channels,
-    parts,
-    rows,
-    stride,
-    MASK_Y: tl.constexpr,
-    MASK_X: tl.constexpr,
-    ROWS: tl.constexpr,
-    CHANNELS: tl.constexpr,
-):
+    gradient, x, y, mean, scale, shift, masked, plain, weighted,
+    pixels, channels, parts, rows, stride,
+    MASK_Y: tl.constexpr, MASK_X: tl.constexpr, ROWS: tl.constexpr, CHANNELS: tl.constexpr,
+):  # fmt: skip
     """The sums of g and of g * (x - mean) of each part. With MASK_Y, g is stored too."""
     image, part = tl.program_id(0) // parts, tl.program_id(0) % parts
     column = tl.program_id(1) * CHANNELS + tl.arange(0, CHANNELS)
@@ -187,67 +117,39 @@ def _sums(
     tl.store(weighted + offset, tl.sum(weighted_sums, 0))
 
 
-def _run_sums(
+def norm_sums(
     gradient: Tensor,
     x: Tensor,
-    y: Tensor | None,
     mean: Tensor,
     scale: Tensor | None,
     shift: Tensor | None,
-    masked: Tensor | None,
+    y: Tensor | None = None,
+    masked: Tensor | None = None,
 ) -> Tensor:
+    """The sums of g and of g * (x - mean): [2, N, P, C]. `y`, or `scale`, says where ReLU was zero."""
     images, channels, pixels = shape_of(x)
     parts, rows, width = split(images, channels, pixels)
     sums = empty_sums(x)
     _sums[(images * parts, channels // width)](
-        gradient,
-        x,
-        y,
-        mean,
-        scale,
-        shift,
-        masked,
-        sums[0],
-        sums[1],
-        pixels,
-        channels,
-        parts,
-        rows,
-        stride(mean),
-        y is not None,
-        scale is not None,
-        ROWS,
-        width,
-    )
+        gradient, x, y, mean, scale, shift, masked, *sums,
+        pixels, channels, parts, rows, stride(mean), y is not None, scale is not None, ROWS, width,
+    )  # fmt: skip
     return sums
-
-
-def norm_sums(gradient: Tensor, x: Tensor, mean: Tensor, scale: Tensor | None, shift: Tensor) -> Tensor:
-    """The sums of g and of g * (x - mean): [2, N, P, C]. Without `scale` there is no ReLU."""
-    return _run_sums(gradient, x, None, mean, scale, shift, None)
 
 
 def norm_sums_residual(gradient: Tensor, x: Tensor, y: Tensor, mean: Tensor) -> tuple[Tensor, Tensor]:
     """g, and the sums."""
     masked = torch.empty_like(gradient)
-    return masked, _run_sums(gradient, x, y, mean, None, None, masked)
+    return masked, norm_sums(gradient, x, mean, None, None, y, masked)
 
 
 @triton.jit
 def _finish_sums(
-    plain,
-    weighted,
-    weight,
-    mean,
-    rstd,
+    plain, weighted, weight, mean, rstd,
     factors,  # a, b, d, and the gradients of weight and bias: [5, S, C]
-    entries,
-    channels,
-    count,
-    GROUPED: tl.constexpr,
-    ENTRIES: tl.constexpr,
-    CHANNELS: tl.constexpr,
-):
+    entries, channels, count,
+    GROUPED: tl.constexpr, ENTRIES: tl.constexpr, CHANNELS: tl.constexpr,
+):  # fmt: skip
     column = tl.program_id(1) * CHANNELS + tl.arange(0, CHANNELS)
     plain += tl.program_id(0) * entries * channels
     weighted += tl.program_id(0) * entries * channels
@@ -285,17 +187,8 @@ def norm_factors(
     block = group_channels if groups else 8
     out = empty_factors(sums, groups)
     _finish_sums[(images // images_per_set, channels // block)](
-        sums[0],
-        sums[1],
-        weight,
-        mean,
-        rstd,
-        out,
-        images_per_set * parts,
-        channels,
-        float(images_per_set * pixels * group_channels),
-        bool(groups),
-        min(256, triton.next_power_of_2(images_per_set * parts)),
-        block,
-    )
+        *sums, weight, mean, rstd, out,
+        images_per_set * parts, channels, float(images_per_set * pixels * group_channels),
+        bool(groups), min(256, triton.next_power_of_2(images_per_set * parts)), block,
+    )  # fmt: skip
     return out

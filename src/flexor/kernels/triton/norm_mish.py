@@ -45,33 +45,14 @@ def _tanh_of_softplus(x):
 
 @triton.jit
 def _forward(
-    x,
-    weight,
-    bias,
-    film,
-    residual,
-    y,
-    statistics,
-    x_b,
-    x_c,
-    x_t,
-    residual_b,
-    residual_c,
-    residual_t,
-    y_b,
-    y_c,
-    y_t,
-    samples,
-    groups,
-    group_channels,
-    length,
+    x, weight, bias, film, residual, y, statistics,
+    x_b, x_c, x_t, residual_b, residual_c, residual_t, y_b, y_c, y_t,
+    samples, groups, group_channels, length,
     count,  # values of a group
     eps,
     FILM: tl.constexpr,  # factors per channel: 0, 1 (added) or 2 (multiplied, added)
-    RESIDUAL: tl.constexpr,
-    STEPS: tl.constexpr,
-    CHANNELS: tl.constexpr,
-):
+    RESIDUAL: tl.constexpr, STEPS: tl.constexpr, CHANNELS: tl.constexpr,
+):  # fmt: skip
     sample, group = tl.program_id(0) // groups, tl.program_id(0) % groups
     step = tl.arange(0, STEPS)
     column = tl.arange(0, CHANNELS)
@@ -104,33 +85,11 @@ def _forward(
 
 @triton.jit
 def _backward(
-    gradient,
-    x,
-    statistics,
-    weight,
-    bias,
-    film,
-    dx,
-    parts,
-    dfilm,
-    gradient_b,
-    gradient_c,
-    gradient_t,
-    x_b,
-    x_c,
-    x_t,
-    dx_b,
-    dx_c,
-    dx_t,
-    samples,
-    groups,
-    group_channels,
-    length,
-    count,
-    FILM: tl.constexpr,
-    STEPS: tl.constexpr,
-    CHANNELS: tl.constexpr,
-):
+    gradient, x, statistics, weight, bias, film, dx, parts, dfilm,
+    gradient_b, gradient_c, gradient_t, x_b, x_c, x_t, dx_b, dx_c, dx_t,
+    samples, groups, group_channels, length, count,
+    FILM: tl.constexpr, STEPS: tl.constexpr, CHANNELS: tl.constexpr,
+):  # fmt: skip
     sample, group = tl.program_id(0) // groups, tl.program_id(0) % groups
     step = tl.arange(0, STEPS)
     column = tl.arange(0, CHANNELS)
@@ -191,28 +150,13 @@ def norm_mish(
     y, statistics = torch.empty_like(x, dtype=dtype), empty_group_statistics(x, groups)
     steps, width, warps = _tile(x, groups)
     _forward[(samples * groups,)](
-        x,
-        weight,
-        bias,
-        film if film is None else film.contiguous(),
-        residual,
-        y,
-        statistics,
-        *x.stride(),
-        *(x if residual is None else residual).stride(),
-        *y.stride(),
-        samples,
-        groups,
-        channels // groups,
-        length,
-        float(channels // groups * length),
-        eps,
-        _film_factors(x, film),
-        residual is not None,
-        steps,
-        width,
+        x, weight, bias, film if film is None else film.contiguous(), residual, y, statistics,
+        *x.stride(), *(x if residual is None else residual).stride(), *y.stride(),
+        samples, groups, channels // groups, length, float(channels // groups * length), eps,
+        _film_factors(x, film), residual is not None,
+        steps, width,
         num_warps=warps,
-    )
+    )  # fmt: skip
     return y, statistics
 
 
@@ -225,26 +169,11 @@ def norm_mish_backward(
     dx, parts, dfilm = torch.empty_like(x), empty_parts(x), empty_film_gradient(x, film)
     steps, width, warps = _tile(x, groups)
     _backward[(samples * groups,)](
-        gradient,
-        x,
-        statistics,
-        weight,
-        bias,
-        film if film is None else film.contiguous(),
-        dx,
-        parts,
-        dfilm,
-        *gradient.stride(),
-        *x.stride(),
-        *dx.stride(),
-        samples,
-        groups,
-        channels // groups,
-        length,
-        float(channels // groups * length),
+        gradient, x, statistics, weight, bias, film if film is None else film.contiguous(), dx, parts, dfilm,
+        *gradient.stride(), *x.stride(), *dx.stride(),
+        samples, groups, channels // groups, length, float(channels // groups * length),
         _film_factors(x, film),
-        steps,
-        width,
+        steps, width,
         num_warps=warps,
-    )
+    )  # fmt: skip
     return dx, parts, dfilm

@@ -20,20 +20,10 @@ NO_TAP = tl.constexpr(9)  # no pixel of a window is positive
 
 @triton.jit
 def _pool(
-    x,
-    scale,
-    shift,
-    y,
-    index,
-    height,
-    width,
-    out_height,
-    out_width,
-    channels,
-    stride,
-    PIXELS: tl.constexpr,
-    CHANNELS: tl.constexpr,
-):
+    x, scale, shift, y, index,
+    height, width, out_height, out_width, channels, stride,
+    PIXELS: tl.constexpr, CHANNELS: tl.constexpr,
+):  # fmt: skip
     image, down = tl.program_id(0) // out_height, tl.program_id(0) % out_height
     across = tl.program_id(1) * PIXELS + tl.arange(0, PIXELS)
     column = tl.program_id(2) * CHANNELS + tl.arange(0, CHANNELS)
@@ -67,40 +57,19 @@ def norm_pool(x: Tensor, scale: Tensor, shift: Tensor) -> tuple[Tensor, Tensor]:
     y, index = empty_pooled(x)
     block = channel_block(channels)
     _pool[(images * y.shape[2], triton.cdiv(y.shape[3], PIXELS), channels // block)](
-        x,
-        scale,
-        shift,
-        y,
-        index,
-        height,
-        width,
-        y.shape[2],
-        y.shape[3],
-        channels,
-        stride(scale),
-        PIXELS,
-        block,
-    )
+        x, scale, shift, y, index,
+        height, width, y.shape[2], y.shape[3], channels, stride(scale),
+        PIXELS, block,
+    )  # fmt: skip
     return y, index
 
 
 @triton.jit
 def _pool_sums(
-    gradient,
-    index,
-    x,
-    mean,
-    plain,
-    weighted,
-    height,
-    width,
-    out_height,
-    out_width,
-    channels,
-    stride,
-    PIXELS: tl.constexpr,
-    CHANNELS: tl.constexpr,
-):
+    gradient, index, x, mean, plain, weighted,
+    height, width, out_height, out_width, channels, stride,
+    PIXELS: tl.constexpr, CHANNELS: tl.constexpr,
+):  # fmt: skip
     """A program handles a row of the pooled map. g is zero except at the maxima."""
     image, down = tl.program_id(0) // out_height, tl.program_id(0) % out_height
     column = tl.program_id(1) * CHANNELS + tl.arange(0, CHANNELS)
@@ -130,21 +99,9 @@ def norm_pool_sums(gradient: Tensor, index: Tensor, x: Tensor, mean: Tensor) -> 
     sums = x.new_empty((2, images, out_height, channels), dtype=torch.float32)
     block = channel_block(channels)
     _pool_sums[(images * out_height, channels // block)](
-        gradient,
-        index,
-        x,
-        mean,
-        sums[0],
-        sums[1],
-        x.shape[2],
-        x.shape[3],
-        out_height,
-        out_width,
-        channels,
-        stride(mean),
-        PIXELS,
-        block,
-    )
+        gradient, index, x, mean, *sums,
+        *x.shape[2:], out_height, out_width, channels, stride(mean), PIXELS, block,
+    )  # fmt: skip
     return sums
 
 
@@ -169,23 +126,10 @@ def _store_row(g, x, dx, row, pixel, height, width, channels, column, a, b, d, s
 
 @triton.jit
 def _pool_backward(
-    gradient,
-    index,
-    x,
-    a,
-    b,
-    d,
-    dx,
-    height,
-    width,
-    out_height,
-    out_width,
-    channels,
-    stride,
-    USE_X: tl.constexpr,
-    PIXELS: tl.constexpr,
-    CHANNELS: tl.constexpr,
-):
+    gradient, index, x, a, b, d, dx,
+    height, width, out_height, out_width, channels, stride,
+    USE_X: tl.constexpr, PIXELS: tl.constexpr, CHANNELS: tl.constexpr,
+):  # fmt: skip
     """A program handles 2x2 squares of pixels. Window (i, j) is centred at (2i, 2j), so four windows cover a square."""
     image, down = tl.program_id(0) // out_height, tl.program_id(0) % out_height
     across = tl.program_id(1) * PIXELS + tl.arange(0, PIXELS)
@@ -231,21 +175,8 @@ def norm_pool_backward(
     dx = empty_map(gradient, height, width)
     block = channel_block(channels)
     _pool_backward[(images * out_height, triton.cdiv(out_width, PIXELS), channels // block)](
-        gradient,
-        index,
-        x,
-        a,
-        b,
-        d,
-        dx,
-        height,
-        width,
-        out_height,
-        out_width,
-        channels,
-        stride(a),
-        x is not None,
-        PIXELS,
-        block,
-    )
+        gradient, index, x, a, b, d, dx,
+        height, width, out_height, out_width, channels, stride(a),
+        x is not None, PIXELS, block,
+    )  # fmt: skip
     return dx

@@ -11,14 +11,14 @@ from torch import Tensor
 
 from flexor.core.batch import ENV_STATE
 from flexor.core.errors import ConfigError
-from flexor.policies.base import MOST_DROPOUT, Calibration, PolicyConfig
+from flexor.policies.base import MOST_DROPOUT, Calibration, ChunkConfig
 from flexor.policies.features import Kind, Normalization
 
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {"relu": F.relu, "gelu": F.gelu}
 
 
 @dataclass
-class ACTConfig(PolicyConfig):
+class ACTConfig(ChunkConfig):
     """Defaults are those of the paper's bimanual tasks, as LeRobot sets them."""
 
     type: ClassVar[str] = "act"
@@ -26,13 +26,10 @@ class ACTConfig(PolicyConfig):
     calibration = Calibration()
 
     chunk_size: int = 100
-    """Number of actions predicted at once."""
     n_action_steps: int = 100
-    """Number of actions of a chunk that are executed before the next prediction."""
     normalization_mapping: dict[Kind, Normalization] = field(
         default_factory=lambda: {Kind.VISUAL: "MEAN_STD", Kind.STATE: "MEAN_STD", Kind.ACTION: "MEAN_STD"}
     )
-    """How each kind of feature (VISUAL, STATE, ACTION) is normalised."""
     vision_backbone: str = "resnet18"
     """The ResNet that encodes each camera: resnet18, 34, 50, 101 or 152."""
     pretrained_backbone_weights: str | None = "ResNet18_Weights.IMAGENET1K_V1"
@@ -73,19 +70,9 @@ class ACTConfig(PolicyConfig):
     """Learning rate of the image backbone."""
 
     def validate(self) -> None:
-        self.require(
-            1, "chunk_size", "n_action_steps", "dim_model", "n_heads", "dim_feedforward", "latent_dim"
-        )
+        super().validate()
+        self.require(1, "dim_model", "n_heads", "dim_feedforward", "latent_dim")
         self.require(0, "dropout", high=MOST_DROPOUT)
-        if self.n_obs_steps != 1:
-            raise ConfigError(
-                f"policy.n_obs_steps={self.n_obs_steps}: ACT supports one observation only; set it to 1."
-            )
-        if self.n_action_steps > self.chunk_size:
-            raise ConfigError(
-                f"policy.n_action_steps={self.n_action_steps} is more than policy.chunk_size={self.chunk_size}: "
-                "only predicted actions can be executed."
-            )
         if self.temporal_ensemble_coeff is not None and self.n_action_steps != 1:
             raise ConfigError(
                 f"policy.temporal_ensemble_coeff predicts at every step, so policy.n_action_steps must "
@@ -101,10 +88,7 @@ class ACTConfig(PolicyConfig):
                 f"policy.dim_model={self.dim_model} must be a multiple of 2 x policy.n_heads={self.n_heads}."
             )
         if self.input_features and not self.images and not self.environment_state:
-            raise ConfigError(
-                f"ACT requires a camera (observation.image...) or {ENV_STATE}; the dataset has "
-                f"{', '.join(self.input_features)}."
-            )
+            raise self.missing_input(f"a camera (observation.image...) or {ENV_STATE}")
 
     @property
     def ensemble_coefficient(self) -> float | None:
@@ -120,14 +104,5 @@ class ACTConfig(PolicyConfig):
 
     @property
     def computes_with_bf16_copies(self) -> bool:
-        return (
-            len({camera.shape for camera in self.images.values()}) < 2
-        )  # others go through the backbone in turn
-
-    @property
-    def action_deltas(self) -> list[int]:
-        return list(range(self.chunk_size))
-
-    @property
-    def action_steps(self) -> int:
-        return self.n_action_steps
+        # cameras of different sizes go through the backbone one after the other
+        return len({camera.shape for camera in self.images.values()}) < 2

@@ -44,7 +44,7 @@ class _Tables:
     fallbacks: list[Tensor]  # of each rectangle [C, 2]: its size if no sampled one fits
 
 
-class Draw:
+class TransformSampler:
     """Draws operations for cameras of these sizes (height, width). `depth`: operations per transform."""
 
     def __init__(
@@ -69,12 +69,8 @@ class Draw:
         self._tables: dict[torch.device, _Tables] = {}
 
     def __call__(self, noise: NoiseSource, samples: int, device: torch.device) -> SampledOps:
-        tables = self.on(device)
-        entries, depth, cameras = (
-            len(self.transforms),
-            self.depth,
-            len(self.sizes),
-        )
+        tables = self.tables(device)
+        entries, depth, cameras = (len(self.transforms), self.depth, len(self.sizes))
         parts = {
             "numbers": entries * depth * NUMBERS,
             "choice": entries,
@@ -118,18 +114,14 @@ class Draw:
             numbers = numbers.gather(3, order[..., None].expand_as(numbers))
         return ops.flatten(2).contiguous(), numbers.flatten(2, 3).contiguous()
 
-    def on(self, device: torch.device) -> _Tables:
+    def tables(self, device: torch.device) -> _Tables:
         """Built once per device: a CUDA graph can't copy them from the host."""
         if device not in self._tables:
             self._tables[device] = self._build_tables(device)
         return self._tables[device]
 
     def _build_tables(self, device: torch.device) -> _Tables:
-        entries, depth, cameras = (
-            len(self.transforms),
-            self.depth,
-            len(self.sizes),
-        )
+        entries, depth, cameras = (len(self.transforms), self.depth, len(self.sizes))
         ops = torch.zeros(entries, depth, dtype=torch.int32)
         low, high = torch.zeros(2, cameras, entries, depth, NUMBERS, dtype=torch.float64)
         integer = torch.zeros(entries, depth, NUMBERS, dtype=torch.bool)
@@ -173,18 +165,14 @@ def draw_rectangle(operation: Operation, uniform: Tensor, size: Tensor, fallback
     """
     rectangle, is_crop = operation.rectangle, operation.op is ImageOp.CROP
     assert rectangle is not None
-    areas, ratios, (down, across, chance) = (
-        uniform[..., :ATTEMPTS],
-        uniform[..., ATTEMPTS : 2 * ATTEMPTS],
-        uniform[..., 2 * ATTEMPTS :].unbind(-1),
-    )
+    areas, ratios, place = uniform.split([ATTEMPTS, ATTEMPTS, 3], dim=-1)
+    down, across, chance = place.unbind(-1)
     low, high = (math.log(each) for each in rectangle.ratio)
     area = _within(areas, rectangle.area) * size.prod(-1)[:, None]
     ratio = _within(ratios, (low, high)).exp()
     first, second = (area * ratio).sqrt().round(), (area / ratio).sqrt().round()
-    tall, wide = (
-        (second, first) if is_crop else (first, second)
-    )  # a crop's ratio is width / height, as torchvision's
+    # a crop's ratio is width / height, as torchvision's
+    tall, wide = (second, first) if is_crop else (first, second)
     height, width = size[:, :1], size[:, 1:]
     within = (tall > 0) & (tall <= height) & (wide > 0) & (wide <= width)
     fits = within if is_crop else (tall < height) & (wide < width)

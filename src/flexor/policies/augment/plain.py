@@ -119,10 +119,9 @@ def sharpness(images: Tensor, factor: Tensor) -> Tensor:
     if min(height, width) <= 2:
         return images
     inner = images[..., 1:-1, 1:-1]
-    neighbourhood = sum(
-        images[..., y : height - 2 + y, x : width - 2 + x] for y in range(3) for x in range(3)
-    )  # with the pixel itself
-    smooth = (neighbourhood + 4 * inner) / 13
+    shifts = [(y, x) for y in range(3) for x in range(3)]  # of the neighbours and the pixel itself
+    total = sum(images[..., y : height - 2 + y, x : width - 2 + x] for y, x in shifts)
+    smooth = (total + 4 * inner) / 13
     out = images.clone()
     out[..., 1:-1, 1:-1] = inner + (smooth - inner) * (1 - factor)
     return out.clamp(0, 1)

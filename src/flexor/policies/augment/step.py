@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 from dataclasses import replace
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,12 +15,12 @@ from flexor.core.rng import Noise
 from flexor.data.settings import ImageTransformsConfig
 from flexor.kernels.available import has_kernels
 from flexor.policies.augment.arguments import WHERE
-from flexor.policies.augment.draw import Draw, SampledOps
+from flexor.policies.augment.draw import SampledOps, TransformSampler
 from flexor.policies.augment.operations import ImageOp, Transform, read_transforms
 from flexor.policies.augment.plain import apply_slot
 from flexor.policies.features import PolicyFeature
 from flexor.policies.processing.pipeline import ACTING, Pipeline, ProcessingStep, StepContext
-from flexor.policies.processing.rename_and_move import ToDevice, float_image, is_byte_image
+from flexor.policies.processing.rename_and_move import ToDevice, float_image, with_float_images
 
 CHANNELS = (1, 3)
 
@@ -39,10 +38,10 @@ class AugmentImages(ProcessingStep):
         self.used = {operation.op for operation in operations}
         self.reach = max((max(o.kernel) // 2 for o in operations if o.op is ImageOp.BLUR), default=0)
         _check_sizes(transforms, cameras)
-        self.draw = Draw(transforms, settings.max_num_transforms, settings.random_order, sizes)
+        self.draw = TransformSampler(transforms, settings.max_num_transforms, settings.random_order, sizes)
 
     def to(self, device: str) -> None:
-        self.draw.on(torch.device(device))
+        self.draw.tables(torch.device(device))
 
     def split_images(self) -> tuple[None, AugmentImages]:
         return None, self
@@ -61,7 +60,7 @@ class AugmentImages(ProcessingStep):
             sampled = self.draw(noise, len(images), images.device)
         for name in cameras:
             out[name] = self._augmented(out[name], sampled, self.cameras.index(name))
-        return out if context.keeps_bytes else {name: _as_float(name, value) for name, value in out.items()}
+        return out if context.keeps_bytes else with_float_images(out)
 
     def _augmented(self, images: Tensor, sampled: SampledOps, camera: int) -> Tensor:
         shape = images.shape
@@ -78,7 +77,7 @@ class AugmentImages(ProcessingStep):
         return apply_slot(images, *draws, seeds, self.used, self.reach, look=images.device.type == "cpu")
 
     def _fused(self, images: Tensor, sampled: SampledOps, camera: int, slot: int) -> Tensor:
-        """The same in one or two passes over the images; `drawn` is read where it is."""
+        """The same in one or two passes over the images. Only the GPU reads the operations."""
         ops, (kinds, numbers, seeds) = torch.ops.flexor, sampled
         if images.dtype != torch.uint8:
             images = images.float()
@@ -88,10 +87,6 @@ class AugmentImages(ProcessingStep):
         if ImageOp.BLUR in self.used:
             rows = ops.augment_blur_rows(images, kinds, numbers, camera, slot, self.reach)
         return ops.augment_slot(images, kinds, numbers, seeds, sums, rows, camera, slot, self.reach)
-
-
-def _as_float(name: str, value: Any) -> Any:
-    return float_image(value) if is_byte_image(name, value) else value
 
 
 def _check_sizes(transforms: list[Transform], cameras: Mapping[str, PolicyFeature]) -> None:

@@ -55,10 +55,7 @@ class DiffusionConfig(VisionSettings, DenoisingConfig):
         self._check_unet()
         self._check_pictures()
         if self.input_features and not self.images and not self.environment_state:
-            raise ConfigError(
-                f"{self.type} requires a camera (observation.image...) or {ENV_STATE}; the dataset has "
-                f"{', '.join(self.input_features)}."
-            )
+            raise self.missing_input(f"a camera (observation.image...) or {ENV_STATE}")
 
     def _check_unet(self) -> None:
         if not self.down_dims or any(width % self.n_groups for width in self.down_dims):

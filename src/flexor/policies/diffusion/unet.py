@@ -55,8 +55,7 @@ class ConditionalUnet1d(nn.Module):
             for narrow, wide in reversed(stages[1:])
         )
         self.final_conv = nn.Sequential(
-            ConvBlock(widths[0], widths[0], kernel_size, groups=8),
-            Conv1d(widths[0], action_dim, 1),
+            ConvBlock(widths[0], widths[0], kernel_size, groups=8), Conv1d(widths[0], action_dim, 1)
         )
 
     def blocks(self) -> list[nn.Module]:
@@ -87,13 +86,7 @@ class ResidualBlock(nn.Module):
     """x [B, inputs, H] and a condition [B, C], after its Mish, -> [B, outputs, H]."""
 
     def __init__(
-        self,
-        inputs: int,
-        outputs: int,
-        condition_dim: int,
-        kernel_size: int,
-        groups: int,
-        film_scale: bool,
+        self, inputs: int, outputs: int, condition_dim: int, kernel_size: int, groups: int, film_scale: bool
     ):
         super().__init__()
         self.film_scale = film_scale

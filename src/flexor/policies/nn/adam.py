@@ -1,11 +1,13 @@
 """The optimizers that several of LeRobot's policies share, and the schedule of its large ones."""
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 
 @dataclass
 class AdamSettings:
+    optimizer_type: ClassVar[str] = "adam"
+
     optimizer_lr: float = 1e-4
     """Learning rate (--optimizer.lr takes precedence)."""
     optimizer_betas: tuple[float, float] = (0.95, 0.999)
@@ -17,7 +19,7 @@ class AdamSettings:
 
     def optimizer_preset(self) -> dict[str, Any]:
         return {
-            "type": "adam",
+            "type": self.optimizer_type,
             "lr": self.optimizer_lr,
             "betas": self.optimizer_betas,
             "eps": self.optimizer_eps,
@@ -27,17 +29,13 @@ class AdamSettings:
 
 
 @dataclass
-class FineTuningSettings:
+class FineTuningSettings(AdamSettings):
     """AdamW, and a learning rate that warms up and then falls along a cosine. Policies have defaults of their own."""
 
-    optimizer_lr: float = 1e-4
-    """Learning rate (--optimizer.lr takes precedence)."""
+    optimizer_type: ClassVar[str] = "adamw"
+
     optimizer_betas: tuple[float, float] = (0.9, 0.95)
-    """Adam's betas (--optimizer.betas takes precedence)."""
-    optimizer_eps: float = 1e-8
-    """Adam's epsilon (--optimizer.eps takes precedence)."""
     optimizer_weight_decay: float = 1e-10
-    """Weight decay (--optimizer.weight_decay takes precedence)."""
     optimizer_grad_clip_norm: float = 10.0
     """Limit of the gradient's norm (--optimizer.grad_clip_norm takes precedence)."""
     scheduler_warmup_steps: int = 1_000
@@ -49,14 +47,7 @@ class FineTuningSettings:
     """The lowest learning rate (--scheduler.decay_lr takes precedence)."""
 
     def optimizer_preset(self) -> dict[str, Any]:
-        return {
-            "type": "adamw",
-            "lr": self.optimizer_lr,
-            "betas": self.optimizer_betas,
-            "eps": self.optimizer_eps,
-            "weight_decay": self.optimizer_weight_decay,
-            "grad_clip_norm": self.optimizer_grad_clip_norm,
-        }
+        return super().optimizer_preset() | {"grad_clip_norm": self.optimizer_grad_clip_norm}
 
     def scheduler_preset(self) -> dict[str, Any]:
         return {

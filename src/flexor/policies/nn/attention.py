@@ -28,10 +28,8 @@ class Attention(nn.Module):
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor, key_mask: Tensor | None = None) -> Tensor:
         """query [B, Q, D], key and value [B, K, D], key_mask [B, K] (False hides a key) -> [B, Q, D]."""
-        projected = self._project(query, key, value)
-        q, k, v = (
-            x.unflatten(-1, (self.heads, -1)).transpose(1, 2) for x in projected
-        )  # [B, heads, S, D/heads]
+        projected = self._project(query, key, value)  # each becomes [B, heads, S, D / heads]
+        q, k, v = (x.unflatten(-1, (self.heads, -1)).transpose(1, 2) for x in projected)
         mask = None if key_mask is None else key_mask[:, None, None, :]
         dropout = self.dropout if self.training else 0.0
         out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, dropout_p=dropout)

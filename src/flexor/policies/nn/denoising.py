@@ -37,7 +37,6 @@ class DenoisingConfig(AdamSettings, DiffusionSettings, PolicyConfig):
     """The settings of these policies, under LeRobot's names."""
 
     n_obs_steps: int = 2
-    """Number of observations the policy uses, the current one included."""
     horizon: int = 64
     """Number of actions predicted at once, starting at the oldest observation."""
     n_action_steps: int = 32
@@ -45,7 +44,6 @@ class DenoisingConfig(AdamSettings, DiffusionSettings, PolicyConfig):
     normalization_mapping: dict[Kind, Normalization] = field(
         default_factory=lambda: {Kind.VISUAL: "MEAN_STD", Kind.STATE: "MIN_MAX", Kind.ACTION: "MIN_MAX"}
     )
-    """How each kind of feature (VISUAL, STATE, ACTION) is normalised."""
     do_mask_loss_for_padding: bool = False
     """Ignore actions beyond the end of an episode in the loss."""
     scheduler_name: str = "cosine"
@@ -66,9 +64,7 @@ class DenoisingConfig(AdamSettings, DiffusionSettings, PolicyConfig):
 
     def _check_inputs(self) -> None:
         if self.input_features and not self.state:
-            raise ConfigError(
-                f"{self.type} requires {STATE}; the dataset has {', '.join(self.input_features)}."
-            )
+            raise self.missing_input(STATE)
         shapes = {key: camera.shape for key, camera in self.images.items()}
         if len(set(shapes.values())) > 1:
             listed = ", ".join(f"{key} {list(shape)}" for key, shape in shapes.items())

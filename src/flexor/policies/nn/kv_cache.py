@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 
@@ -31,11 +32,8 @@ class StaticKVCache(NamedTuple):
     @classmethod
     def allocate(cls, prefix: KVCache, tokens: int, cursor: Tensor) -> StaticKVCache:
         """The prefix, and zeros for so many tokens after it."""
-
-        def extended(x: Tensor) -> Tensor:
-            return torch.cat((x, x.new_zeros(len(x), tokens, *x.shape[2:])), 1)
-
-        return cls(extended(prefix.keys), extended(prefix.values), cursor)
+        keys, values = (F.pad(x, (0, 0, 0, 0, 0, tokens)) for x in prefix)
+        return cls(keys, values, cursor)
 
     def append(self, later: KVCache) -> KVCache:
         self.keys.index_copy_(1, self.cursor, later.keys)

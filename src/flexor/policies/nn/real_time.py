@@ -19,9 +19,8 @@ from flexor.core.errors import ConfigError
 from flexor.core.typed import from_plain
 
 PREVIOUS = "previous_actions"  # [B, K, A]: of the last chunk, from now on, normalised
-GUIDANCE_WEIGHTS = (
-    "previous_actions_weights"  # [H] or [B, H]: how much they guide each action of the new chunk
-)
+# [H] or [B, H]: how much they guide each action of the new chunk
+GUIDANCE_WEIGHTS = "previous_actions_weights"
 
 
 @dataclass(frozen=True)

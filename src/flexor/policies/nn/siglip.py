@@ -44,9 +44,7 @@ class PatchEmbedding(nn.Conv2d):
         rows, columns = images.shape[-2] // self.patch, images.shape[-1] // self.patch
         images = images[..., : rows * self.patch, : columns * self.patch]
         patches = images.unflatten(3, (columns, self.patch)).unflatten(2, (rows, self.patch))
-        patches = (
-            patches.permute(0, 2, 4, 1, 3, 5).flatten(3).flatten(1, 2)
-        )  # [B, patches, 3 * patch * patch]
+        patches = patches.permute(0, 2, 4, 1, 3, 5).flatten(3).flatten(1, 2)  # [B, patches, 3 * patch^2]
         return F.linear(patches, self.weight.flatten(1), self.bias)
 
 
@@ -126,7 +124,7 @@ class SiglipVision(nn.Module):
         self.embeddings = SiglipEmbeddings(size)
         self.encoder = SiglipEncoder(size)
         self.post_layernorm = nn.LayerNorm(size.width, eps=1e-6)
-        self.apply(_start)
+        self.apply(_initialize)
 
     def forward(self, images: Tensor) -> Tensor:
         return self.post_layernorm(self.encoder(self.embeddings(images)))
@@ -135,7 +133,7 @@ class SiglipVision(nn.Module):
         return list(self.encoder.layers)
 
 
-def _start(module: nn.Module) -> None:
+def _initialize(module: nn.Module) -> None:
     """Initial values of a SigLIP without pretrained weights."""
     if isinstance(module, nn.Linear):
         nn.init.xavier_uniform_(module.weight)

@@ -9,9 +9,9 @@ Parameter names are those of `transformers`.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
@@ -52,6 +52,21 @@ class TransformerSize:
     mrope_interleaved: bool = False
     condition_dim: int | None = None
     """Width of the condition that scales, shifts and gates, as in pi0.5; None: there is none."""
+
+    @classmethod
+    def from_config(cls, config: Mapping[str, Any], **differences: Any) -> TransformerSize:
+        """The size in a config.json of `transformers`, in which all families use the same names."""
+        width, heads = config["hidden_size"], config["num_attention_heads"]
+        return cls(
+            width,
+            depth=config["num_hidden_layers"],
+            mlp_width=config["intermediate_size"],
+            heads=heads,
+            kv_heads=config.get("num_key_value_heads") or heads,
+            head_dim=config.get("head_dim") or width // heads,
+            norm_eps=config["rms_norm_eps"],
+            **differences,
+        )
 
     @property
     def groups(self) -> int:
@@ -154,12 +169,12 @@ class SelfAttention(nn.Module):
 
 
 class GatedMLP(nn.Module):
-    def __init__(self, size: TransformerSize):
+    def __init__(self, width: int, hidden: int, activation: Literal["gelu", "silu"], bias: bool = False):
         super().__init__()
-        self.activation = size.activation
-        self.gate_proj = nn.Linear(size.width, size.mlp_width, bias=False)
-        self.up_proj = nn.Linear(size.width, size.mlp_width, bias=False)
-        self.down_proj = nn.Linear(size.mlp_width, size.width, bias=False)
+        self.activation = activation
+        self.gate_proj = nn.Linear(width, hidden, bias=bias)
+        self.up_proj = nn.Linear(width, hidden, bias=bias)
+        self.down_proj = nn.Linear(hidden, width, bias=bias)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.down_proj(gated(self.gate_proj(x), self.up_proj(x), self.activation))
@@ -169,7 +184,7 @@ class TransformerLayer(nn.Module):
     def __init__(self, size: TransformerSize, kv_width: int | None = None):
         super().__init__()
         self.self_attn = SelfAttention(size, kv_width)
-        self.mlp = GatedMLP(size)
+        self.mlp = GatedMLP(size.width, size.mlp_width, size.activation)
         self.input_layernorm = DecoderNorm(size, condition_dim=size.condition_dim)
         self.post_attention_layernorm = DecoderNorm(size, condition_dim=size.condition_dim)
 

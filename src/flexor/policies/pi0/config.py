@@ -87,7 +87,6 @@ class Pi05Config(PiConfig):
     normalization_mapping: dict[Kind, Normalization] = field(
         default_factory=lambda: {Kind.VISUAL: "IDENTITY", Kind.STATE: "QUANTILES", Kind.ACTION: "QUANTILES"}
     )
-    """How each kind of feature (VISUAL, STATE, ACTION) is normalised."""
     tokenizer_max_length: int = 200
     """Maximum number of tokens of a prompt, which has the state in it. Shorter ones are padded."""
 

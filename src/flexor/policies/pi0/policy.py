@@ -11,22 +11,18 @@ from collections.abc import Callable
 from functools import partial
 from typing import ClassVar
 
-import torch
 from torch import Tensor, nn
 
 from flexor.core.batch import ACTION, STATE, Batch
 from flexor.core.rng import NoiseSource
-from flexor.policies.base import Loss, ParamGroup, Policy, without_padding
+from flexor.policies.base import Loss, Policy, without_padding
 from flexor.policies.nn.flow import FlowToNoise
 from flexor.policies.nn.real_time import prefix_guidance
-from flexor.policies.nn.recompute import recompute
 from flexor.policies.nn.resize import padded
 from flexor.policies.pi0.config import Pi0Config, Pi05Config, PiConfig
 from flexor.policies.pi0.network import Pi0Network, Pi05Network, PiNetwork
-from flexor.policies.processing.tokenize import TASK_MASK, TASK_TOKENS
-from flexor.policies.vlm.cameras import prepare_cameras
-from flexor.policies.vlm.paligemma import cast_selected_to_bf16
 from flexor.policies.vlm.paligemma_names import PI_NAMES
+from flexor.policies.vlm.paligemma_policy import apply_settings, prefill_batch
 
 
 class PiPolicy(Policy):
@@ -35,33 +31,24 @@ class PiPolicy(Policy):
     Network: ClassVar[type[PiNetwork]]
     config: PiConfig
     continues_chunks = True
+    optimizes_frozen = True
     weight_names = PI_NAMES
 
     def __init__(self, config: PiConfig):
         super().__init__(config)
         self.model = self.Network(config)
-        if config.dtype == "bfloat16":
-            cast_selected_to_bf16(self.model.paligemma_with_expert)
-        self._freeze()
         self.flow = FlowToNoise(
             config.num_inference_steps,
             (config.time_sampling_beta_alpha, config.time_sampling_beta_beta),
             config.time_sampling_scale,
             config.time_sampling_offset,
         )
-        if config.gradient_checkpointing:
-            for block in self.shard_units():
-                recompute(block)
-        if config.compile_model:
-            for block in self.shard_units():
-                block.forward = torch.compile(block.forward, mode=config.compile_mode)
-
-    def _freeze(self) -> None:
         vlm = self.model.paligemma_with_expert.vlm
-        if self.config.freeze_vision_encoder:
+        if config.freeze_vision_encoder:
             vlm.vision_tower.requires_grad_(False)
-        if self.config.train_expert_only:
+        if config.train_expert_only:
             vlm.requires_grad_(False)
+        apply_settings(config, self.model.paligemma_with_expert, self.shard_units())
 
     def loss(self, batch: Batch, noise: NoiseSource) -> Loss:
         actions = batch[ACTION]
@@ -78,19 +65,12 @@ class PiPolicy(Policy):
 
     def _velocity(self, batch: Batch) -> Callable[[Tensor, Tensor], Tensor]:
         """A function of noisy actions and their time. The prefix is computed once, here."""
-        config = self.config
-        cameras = prepare_cameras(config.type, [*config.images], batch, config.image_resolution, "centre")
-        prefix = self.model.paligemma_with_expert.vlm.prefill(
-            cameras.stacked(), batch[TASK_TOKENS], batch[TASK_MASK], cameras.stacked_masks()
-        )
-        state = padded(batch[STATE], config.max_state_dim)
+        prefix = prefill_batch(self.model.paligemma_with_expert.vlm, self.config, batch)
+        state = padded(batch[STATE], self.config.max_state_dim)
         return partial(self.model.velocity, prefix=prefix, state=state)
 
     def shard_units(self) -> list[nn.Module]:
         return self.model.paligemma_with_expert.blocks()
-
-    def param_groups(self) -> list[ParamGroup]:
-        return [ParamGroup(list(self.parameters()))]  # frozen ones too: LeRobot's optimizer numbers them
 
 
 class Pi0(PiPolicy):

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from flexor.core.errors import ConfigError
-from flexor.policies.pi0_fast.action_tokens import ActionVocabulary, TokenizeActions
+from flexor.policies.pi0_fast.action_tokens import TokenizeActions
 from flexor.policies.processing.pipeline import ProcessingStep, Stats
 from flexor.policies.processing.prompt import StateInPromptFast
 from flexor.policies.processing.rename_and_move import RenameObservations, ToBatch, ToDevice
@@ -53,9 +53,6 @@ class Pi0FastConfig(PaliGemmaConfig):
 
     def tokenizer(self) -> Tokenize:
         return Tokenize(self.text_tokenizer_name, max_length=self.tokenizer_max_length)
-
-    def action_vocabulary(self) -> ActionVocabulary:
-        return ActionVocabulary.load(self.text_tokenizer_name, self.fast_skip_tokens)
 
     def steps_before(self, stats: Stats) -> list[ProcessingStep]:
         tokenize_actions = TokenizeActions(

@@ -19,18 +19,16 @@ from flexor.core.errors import FlexorError
 from flexor.core.log import log
 from flexor.core.rng import NoiseSource
 from flexor.policies.autoregressive import AutoregressivePolicy
-from flexor.policies.base import Loss, ParamGroup
+from flexor.policies.base import Loss
 from flexor.policies.nn.fast_tokens import FastTokenizer, load_fast_tokenizer
 from flexor.policies.nn.kv_cache import StaticKVCache
-from flexor.policies.nn.recompute import recompute
 from flexor.policies.nn.transformer import Transformer
 from flexor.policies.pi0_fast.action_tokens import ACTION_TOKEN_MASK, ACTION_TOKENS, ActionVocabulary
 from flexor.policies.pi0_fast.config import Pi0FastConfig
-from flexor.policies.processing.tokenize import TASK_MASK, TASK_TOKENS
 from flexor.policies.vlm.backbone import PrefixCache, decode_suffix
-from flexor.policies.vlm.cameras import prepare_cameras
-from flexor.policies.vlm.paligemma import PALIGEMMA, PaliGemma, cast_selected_to_bf16
+from flexor.policies.vlm.paligemma import PALIGEMMA, PaliGemma
 from flexor.policies.vlm.paligemma_names import OPENPI_NAMES
+from flexor.policies.vlm.paligemma_policy import apply_settings, prefill_batch
 
 LOSS_CHUNK = 1024  # tokens whose logits are computed together: a token has 257,152 of them
 SEGMENT = 8  # tokens after which the host asks whether all samples are finished: it waits for the answer
@@ -132,6 +130,7 @@ class DecodeState:
 
 class Pi0Fast(AutoregressivePolicy):
     Config = Pi0FastConfig
+    optimizes_frozen = True
     weight_names = OPENPI_NAMES
     config: Pi0FastConfig
 
@@ -140,14 +139,7 @@ class Pi0Fast(AutoregressivePolicy):
         # LeRobot's names
         paligemma_with_expert = nn.ModuleDict({"paligemma": PaliGemmaWithHead(config)})
         self.model = nn.ModuleDict({"paligemma_with_expert": paligemma_with_expert})
-        if config.dtype == "bfloat16":
-            cast_selected_to_bf16(self.paligemma)
-        if config.gradient_checkpointing:
-            for block in self.shard_units():
-                recompute(block)
-        if config.compile_model:
-            for block in self.shard_units():
-                block.forward = torch.compile(block.forward, mode=config.compile_mode)
+        apply_settings(config, self.paligemma, self.shard_units())
 
     @property
     def paligemma(self) -> PaliGemmaWithHead:
@@ -159,7 +151,7 @@ class Pi0Fast(AutoregressivePolicy):
 
     @cached_property
     def vocabulary(self) -> ActionVocabulary:
-        return self.config.action_vocabulary()
+        return ActionVocabulary.load(self.config.text_tokenizer_name, self.config.fast_skip_tokens)
 
     def loss(self, batch: Batch, noise: NoiseSource) -> Loss:
         if ACTION_TOKENS not in batch:
@@ -214,11 +206,7 @@ class Pi0Fast(AutoregressivePolicy):
         return torch.from_numpy(decoded.actions).to(tokens.device)
 
     def _prefix(self, batch: Batch) -> PrefixCache:
-        config = self.config
-        cameras = prepare_cameras(config.type, [*config.images], batch, config.image_resolution, "centre")
-        return self.paligemma.model.prefill(
-            cameras.stacked(), batch[TASK_TOKENS], batch[TASK_MASK], cameras.stacked_masks()
-        )
+        return prefill_batch(self.paligemma.model, self.config, batch)
 
     def _sample(self, logits: Tensor, uniform: Tensor | None) -> Tensor:
         """A token [B] by its logits [B, V] and a uniform number [B]; without one, the most likely token."""
@@ -229,9 +217,6 @@ class Pi0Fast(AutoregressivePolicy):
 
     def shard_units(self) -> list[nn.Module]:
         return self.paligemma.model.blocks()
-
-    def param_groups(self) -> list[ParamGroup]:
-        return [ParamGroup(list(self.parameters()))]
 
 
 def mean_over_tokens(token_losses: Tensor, mask: Tensor) -> Tensor:

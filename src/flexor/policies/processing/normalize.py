@@ -15,7 +15,7 @@ from flexor.core.typed import coerce
 from flexor.kernels.level_table import all_levels, as_table, can_look_up, look_up
 from flexor.policies.features import Kind, Normalization, PolicyFeature
 from flexor.policies.processing.pipeline import ACTING, ProcessingStep, Stats, StepContext, processing_step
-from flexor.policies.processing.rename_and_move import float_image, is_byte_image
+from flexor.policies.processing.rename_and_move import float_image, is_byte_image, with_float_images
 
 # the statistics that are mapped to -1 and 1; MEAN_STD is handled separately
 BOUNDS = {"MIN_MAX": ("min", "max"), "QUANTILES": ("q01", "q99"), "QUANTILE10": ("q10", "q90")}
@@ -93,7 +93,7 @@ class NormalizationStep(ProcessingStep):
                 out[key] = self._from_bytes(out[key], key, feature)
             elif isinstance(out.get(key), Tensor):
                 out[key] = self._apply(out[key], key, feature)
-        return {key: float_image(value) if is_byte_image(key, value) else value for key, value in out.items()}
+        return with_float_images(out)
 
     def _from_bytes(self, images: Tensor, key: str, feature: PolicyFeature) -> Tensor:
         """Converted to floats and normalised; on an NVIDIA GPU in one pass, with the same results."""
@@ -111,7 +111,7 @@ class NormalizationStep(ProcessingStep):
             return x
         if (
             x.dtype == torch.uint8 and feature.type is Kind.VISUAL
-        ):  # not yet on the device, where it becomes a float
+        ):  # not yet on the device, which makes it a float
             x = torch.div(x, 255)
         return self._scaled(x, mode, *self._statistics(key, feature, x, *required_statistics(mode)))
 

@@ -11,6 +11,7 @@ from torch import Tensor
 from flexor.core.batch import STATE, Batch
 from flexor.core.errors import FlexorError
 from flexor.policies.processing.pipeline import ACTING, ProcessingStep, StepContext, processing_step
+from flexor.policies.processing.tokenize import tasks_of
 
 BIN_EDGES = np.linspace(-1, 1, 257)[:-1]  # 256 bins from -1 to 1; the last one has no upper end
 
@@ -67,16 +68,13 @@ class StateInPrompt(ProcessingStep):
             raise FlexorError(
                 f"The policy writes {STATE} into its prompt, but the batch has none: record one with each frame."
             )
-        if not batch.get(self.task_key):
-            raise FlexorError(
-                f"The policy requires a task description, but the batch has no {self.task_key!r}."
-            )
+        tasks = tasks_of(batch, self.task_key)
         if batch[STATE].dim() != 2:
             raise FlexorError(
                 f"The policy writes {STATE} [batch, values] into its prompt, but it has the shape "
                 f"{list(batch[STATE].shape)}: only the current state can be written."
             )
-        return batch[self.task_key], batch[STATE]
+        return tasks, batch[STATE]
 
 
 @processing_step("pi0_fast_prepare_state_tokenizer_processor_step")

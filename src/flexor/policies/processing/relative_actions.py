@@ -81,25 +81,25 @@ class AbsoluteActions(ProcessingStep):
     """Adds the observed state to predicted actions. Comes after their normalisation is undone."""
 
     enabled: bool = False
-    of: RelativeActions | None = None
+    relative_step: RelativeActions | None = None
     """The step that made them relative. It is not saved: see `connect`."""
 
     def __call__(self, batch: Batch, context: StepContext = ACTING) -> Batch:
         if not self.enabled:
             return batch
-        if self.of is None:
+        if self.relative_step is None:
             raise CheckpointError(
                 f"The step {self.name!r} does not know which actions are relative: the processing before the policy "
                 f"has no step {RelativeActions.name!r}. If you load the two parts on your own, call "
                 "`after.connect(before)`."
             )
         action = batch[ACTION]
-        return {**batch, ACTION: action + self.of.offset(context.observation, action)}
+        return {**batch, ACTION: action + self.relative_step.offset(context.observation, action)}
 
     def connect(self, before: Pipeline) -> None:
         steps = [step for step in before.steps if isinstance(step, RelativeActions)]
-        self.of = steps[0] if steps else self.of
-        if self.enabled and self.of is None:
+        self.relative_step = steps[0] if steps else self.relative_step
+        if self.enabled and self.relative_step is None:
             raise CheckpointError(
                 f"{self.name!r} after the policy requires {RelativeActions.name!r} before it: {PREPROCESSOR}.json "
                 f"has only {', '.join(step.name for step in before.steps)}."

@@ -12,7 +12,7 @@ from torch import Tensor
 from flexor.core.batch import ACTION, IMAGE_PREFIX, Batch
 from flexor.policies.processing.pipeline import ACTING, Pipeline, ProcessingStep, StepContext, processing_step
 
-BESIDE = ("", "_is_pad", "_padding_mask")  # what a batch has under the name of an observation, and these ends
+SUFFIXES = ("", "_is_pad", "_padding_mask")  # after the name of an observation: its values, and masks of them
 
 
 @processing_step("rename_observations_processor")
@@ -25,7 +25,7 @@ class RenameObservations(ProcessingStep):
     rename_map: dict[str, str] = field(default_factory=dict)
 
     def __call__(self, batch: Batch, context: StepContext = ACTING) -> Batch:
-        names = {f"{a}{end}": f"{b}{end}" for a, b in self.rename_map.items() for end in BESIDE}
+        names = {f"{a}{end}": f"{b}{end}" for a, b in self.rename_map.items() for end in SUFFIXES}
         return {names.get(key, key): value for key, value in batch.items()}
 
 
@@ -102,6 +102,10 @@ class ToDevice(ProcessingStep):
 
 def is_byte_image(key: str, value: Any) -> bool:
     return key.startswith(IMAGE_PREFIX) and isinstance(value, Tensor) and value.dtype == torch.uint8
+
+
+def with_float_images(batch: Batch) -> Batch:
+    return {key: float_image(value) if is_byte_image(key, value) else value for key, value in batch.items()}
 
 
 def float_image(value: Tensor) -> Tensor:

@@ -20,7 +20,6 @@ from flexor.policies.processing.pipeline import ACTING, ProcessingStep, StepCont
 TASK_TOKENS = "observation.language.tokens"
 TASK_MASK = "observation.language.attention_mask"
 
-
 FILES = ("config.json", "tokenizer.json", "tokenizer_config.json")
 """What most repositories describe a tokenizer with."""
 
@@ -44,8 +43,8 @@ class Tokenize(ProcessingStep):
     padding: str = "max_length"
     truncation: bool = True
 
-    _told = False  # that a task is too long
-    _one_thread = Lock()  # at a time: tokenizers of `transformers` set their padding before each call
+    _warned = False  # that a task is too long
+    _lock = Lock()  # tokenizers of `transformers` set their padding before each call
 
     @cached_property
     def _tokenizer(self) -> Any:
@@ -55,10 +54,9 @@ class Tokenize(ProcessingStep):
         _ = self._tokenizer
 
     def __call__(self, batch: Batch, context: StepContext = ACTING) -> Batch:
-        tasks = self._tasks(batch)
-        numbers = {
-            task: n for n, task in enumerate(dict.fromkeys(tasks))
-        }  # a batch has few; tokenizers are slow
+        tasks = tasks_of(batch, self.task_key)
+        # a batch has few different tasks, and tokenizers are slow
+        numbers = {task: n for n, task in enumerate(dict.fromkeys(tasks))}
         encoding = self._encode(
             list(numbers),
             max_length=self.max_length,
@@ -73,17 +71,17 @@ class Tokenize(ProcessingStep):
         return _with_tokens(batch, tokens[rows], mask[rows])
 
     def _encode(self, texts: list[str], **options: Any) -> Any:
-        with self._one_thread:
+        with self._lock:
             return self._tokenizer(texts, **options)
 
     def _check_length(self, tasks: Iterable[str], mask: Tensor) -> None:
         """Say if the end of a task is cut off: in a prompt with the robot's state it may be the state."""
-        if self._told or mask.shape[1] < self.max_length:
+        if self._warned or mask.shape[1] < self.max_length:
             return
         full = [task for task, row in zip(tasks, mask.all(1).tolist()) if row]
         for task, tokens in zip(full, self._encode(full)["input_ids"] if full else []):
-            if len(tokens) > self.max_length and not self._told:
-                self._told = True
+            if len(tokens) > self.max_length and not self._warned:
+                self._warned = True
                 warn_once(
                     "The task %r has %d tokens, but the policy's maximum is %d: %s. Use a shorter task, or a larger "
                     "policy.tokenizer_max_length if the policy has that setting.",
@@ -94,18 +92,17 @@ class Tokenize(ProcessingStep):
                 )
 
     def rehearse(self, batch: Batch, context: StepContext = ACTING) -> Batch:
-        shape = len(self._tasks(batch)), self.max_length
+        shape = len(tasks_of(batch, self.task_key)), self.max_length
         return _with_tokens(
             batch, torch.zeros(shape, dtype=torch.int64), torch.zeros(shape, dtype=torch.bool)
         )
 
-    def _tasks(self, batch: Batch) -> list[str]:
-        tasks: list[str] | None = batch.get(self.task_key)
-        if not tasks:
-            raise FlexorError(
-                f"The policy requires a task description, but the batch has no {self.task_key!r}."
-            )
-        return tasks
+
+def tasks_of(batch: Batch, key: str) -> list[str]:
+    tasks: list[str] | None = batch.get(key)
+    if not tasks:
+        raise FlexorError(f"The policy requires a task description, but the batch has no {key!r}.")
+    return tasks
 
 
 def _with_tokens(batch: Batch, tokens: Tensor, mask: Tensor) -> Batch:

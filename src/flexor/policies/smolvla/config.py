@@ -5,10 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, Literal, Self
 
-from flexor.core.batch import STATE
 from flexor.core.errors import ConfigError
-from flexor.policies.any_robot import AnyRobotConfig
 from flexor.policies.base import Calibration
+from flexor.policies.cross_embodiment import CrossEmbodimentConfig
 from flexor.policies.features import Kind, Normalization
 from flexor.policies.nn.adam import FineTuningSettings
 from flexor.policies.processing.pipeline import ProcessingStep, Stats
@@ -17,7 +16,7 @@ from flexor.policies.processing.tokenize import Tokenize
 
 
 @dataclass
-class SmolVLAConfig(FineTuningSettings, AnyRobotConfig):
+class SmolVLAConfig(FineTuningSettings, CrossEmbodimentConfig):
     """Defaults are LeRobot's, but for `load_vlm_weights`: see there."""
 
     type: ClassVar[str] = "smolvla"
@@ -34,13 +33,10 @@ class SmolVLAConfig(FineTuningSettings, AnyRobotConfig):
     reads_camera_masks: ClassVar[bool] = True
 
     chunk_size: int = 50
-    """Number of actions predicted at once."""
     n_action_steps: int = 50
-    """Number of actions of a chunk that are executed before the next prediction."""
     normalization_mapping: dict[Kind, Normalization] = field(
         default_factory=lambda: {Kind.VISUAL: "IDENTITY", Kind.STATE: "MEAN_STD", Kind.ACTION: "MEAN_STD"}
     )
-    """How each kind of feature (VISUAL, STATE, ACTION) is normalised."""
     resize_imgs_with_padding: tuple[int, int] | None = (512, 512)
     """Width and height that images are resized to, black at their left and top to keep the aspect ratio."""
     empty_cameras: int = 0
@@ -100,32 +96,12 @@ class SmolVLAConfig(FineTuningSettings, AnyRobotConfig):
     """No effect."""
 
     def validate(self) -> None:
-        self.require(1, "chunk_size", "n_action_steps", "max_state_dim", "max_action_dim", "num_steps")
-        self.require(1, "tokenizer_max_length")
-        self.require(0, "empty_cameras")
+        super().validate()
+        self.require(1, "num_steps", "tokenizer_max_length")
         self.require(1e-9, "expert_width_multiplier", "min_period", "max_period")
-        if self.n_obs_steps != 1:
-            raise ConfigError(
-                f"policy.n_obs_steps={self.n_obs_steps}: SmolVLA supports one observation only; set it to 1."
-            )
-        if self.n_action_steps > self.chunk_size:
-            raise ConfigError(
-                f"policy.n_action_steps={self.n_action_steps} is more than policy.chunk_size={self.chunk_size}: "
-                "only predicted actions can be executed."
-            )
         for name in ("adapt_to_pi_aloha", "use_delta_joint_actions_aloha"):
             if getattr(self, name):
                 raise ConfigError(f"policy.{name}=true is not supported: leave it out, or use LeRobot.")
-        if self.input_features:
-            self._check_features()
-
-    def _check_features(self) -> None:
-        if not self.state or not self.images:
-            raise ConfigError(
-                f"SmolVLA requires {STATE} and a camera (observation.images...); the dataset has "
-                f"{', '.join(self.input_features)}."
-            )
-        self.check_padding()
 
     @property
     def cameras(self) -> list[str]:
@@ -154,14 +130,6 @@ class SmolVLAConfig(FineTuningSettings, AnyRobotConfig):
     @property
     def resizes_images(self) -> bool:
         return self.resize_imgs_with_padding is not None
-
-    @property
-    def action_deltas(self) -> list[int]:
-        return list(range(self.chunk_size))
-
-    @property
-    def action_steps(self) -> int:
-        return self.n_action_steps
 
     def steps_before(self, stats: Stats) -> list[ProcessingStep]:
         tokenize = Tokenize(

@@ -62,9 +62,6 @@ class ReusedPrefix:
 class CrossLayer(TransformerLayer):
     """Tokens attend only to a prefix, whose keys and values this layer projects again."""
 
-    def __init__(self, size: TransformerSize, kv_width: int):
-        super().__init__(size, kv_width)
-
     def forward(  # type: ignore[override]
         self, x: Tensor, rope: Rope, mask: Tensor, prefix: KVCache | ReusedPrefix
     ) -> Tensor:

@@ -19,7 +19,7 @@ from flexor.core.log import log
 from flexor.core.rng import NoiseSource
 from flexor.core.weight_files import load_tensors
 from flexor.policies.adapters import is_adapter
-from flexor.policies.base import Loss, ParamGroup, Policy, action_padding, mean_over_valid, without_padding
+from flexor.policies.base import Loss, Policy, action_padding, mean_over_valid, without_padding
 from flexor.policies.nn.flow import FlowToNoise
 from flexor.policies.nn.real_time import prefix_guidance
 from flexor.policies.nn.resize import padded
@@ -34,6 +34,7 @@ class SmolVLA(Policy):
     Config = SmolVLAConfig
     config: SmolVLAConfig
     continues_chunks = True
+    optimizes_frozen = True
 
     def __init__(self, config: SmolVLAConfig):
         super().__init__(config)
@@ -90,7 +91,3 @@ class SmolVLA(Policy):
 
     def shard_units(self) -> list[nn.Module]:
         return self.model.blocks()
-
-    def param_groups(self) -> list[ParamGroup]:
-        # with what is frozen: LeRobot's optimizer numbers its parameters too
-        return [ParamGroup(list(self.parameters()))]

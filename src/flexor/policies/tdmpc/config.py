@@ -90,10 +90,7 @@ class TDMPCConfig(PolicyConfig):
     def validate(self) -> None:
         self._check_numbers()
         self._check_features()
-        if self.n_obs_steps != 1:
-            raise ConfigError(
-                f"policy.n_obs_steps={self.n_obs_steps}: TD-MPC supports one observation only; set it to 1."
-            )
+        self.check_one_observation()
         if self.normalization_mapping.get(Kind.ACTION) != "MIN_MAX":
             raise ConfigError(
                 f"policy.normalization_mapping.ACTION={self.normalization_mapping.get(Kind.ACTION)}: TD-MPC "
@@ -132,10 +129,7 @@ class TDMPCConfig(PolicyConfig):
 
     def _check_features(self) -> None:
         if self.input_features and not self.observed:
-            raise ConfigError(
-                f"TD-MPC requires a camera (observation.image...), {STATE} or {ENV_STATE}; the dataset has "
-                f"{', '.join(self.input_features)}."
-            )
+            raise self.missing_input(f"a camera (observation.image...), {STATE} or {ENV_STATE}")
         if len(self.images) > 1:
             raise ConfigError(
                 f"TD-MPC supports one camera only, but there are {', '.join(self.images)}: keep one of them "

@@ -10,16 +10,12 @@ disagree where the model has no data, so the standard deviation of their values 
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch
 from torch import Tensor
 
 from flexor.core.rng import NoiseSource
+from flexor.policies.tdmpc.config import TDMPCConfig
 from flexor.policies.tdmpc.world_model import LatentWorld
-
-if TYPE_CHECKING:
-    from flexor.policies.tdmpc.config import TDMPCConfig
 
 
 def plan(
@@ -62,12 +58,7 @@ def _policy_sequences(model: LatentWorld, config: TDMPCConfig, latent: Tensor, n
 
 
 def _evaluate(
-    model: LatentWorld,
-    config: TDMPCConfig,
-    latent: Tensor,
-    actions: Tensor,
-    noise: NoiseSource,
-    name: str,
+    model: LatentWorld, config: TDMPCConfig, latent: Tensor, actions: Tensor, noise: NoiseSource, name: str
 ) -> Tensor:
     """The values [B, N] of sequences [B, N, H, A]: their rewards, then the critics' value of the last state."""
     batch, count, horizon, width = actions.shape

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from flexor.core.batch import ACTION, MEMORY, REWARD, STATE, Batch
 from flexor.core.rng import NoiseSource
 from flexor.core.tensors import local
-from flexor.policies.base import Loss, ParamGroup, Policy
+from flexor.policies.base import Loss, Policy
 from flexor.policies.features import PolicyFeature
 from flexor.policies.nn.camera import random_crop
 from flexor.policies.tdmpc.config import TDMPCConfig
@@ -42,6 +42,7 @@ class Targets(NamedTuple):
 
 class TDMPC(Policy):
     Config = TDMPCConfig
+    optimizes_frozen = True  # the target model
     config: TDMPCConfig
 
     def __init__(self, config: TDMPCConfig):
@@ -145,10 +146,6 @@ class TDMPC(Policy):
 
     def shard_units(self) -> list[nn.Module]:
         return [*self.model.networks(), *self.model_target.networks()]
-
-    def param_groups(self) -> list[ParamGroup]:
-        # with the target, which gets no gradient: LeRobot's optimizer numbers its parameters too
-        return [ParamGroup(list(self.parameters()))]
 
 
 def _now(observed: Tensor, feature: PolicyFeature) -> Tensor:

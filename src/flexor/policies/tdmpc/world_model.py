@@ -6,17 +6,13 @@ time and planning over samples use the same methods.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from flexor.core.batch import ENV_STATE, STATE
 from flexor.policies.nn.first_convolution import FirstConv2d
-
-if TYPE_CHECKING:
-    from flexor.policies.tdmpc.config import TDMPCConfig
+from flexor.policies.tdmpc.config import TDMPCConfig
 
 KERNELS = (7, 5, 3, 3)  # of the camera's convolutions, each with a stride of 2
 

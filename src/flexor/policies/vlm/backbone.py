@@ -61,11 +61,7 @@ def prefix_positions(mask: Tensor) -> Tensor:
 
 
 def decode_suffix(
-    decoder: Transformer,
-    x: Tensor,
-    suffix_mask: Tensor,
-    prefix: PrefixCache,
-    condition: Tensor | None = None,
+    decoder: Transformer, x: Tensor, suffix_mask: Tensor, prefix: PrefixCache, condition: Tensor | None = None
 ) -> Tensor:
     """Hidden states [B, S, D] of a suffix x [B, S, D].
 

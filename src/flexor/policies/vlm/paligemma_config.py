@@ -5,10 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal
 
-from flexor.core.batch import STATE
 from flexor.core.errors import ConfigError
 from flexor.core.log import log
-from flexor.policies.any_robot import AnyRobotConfig
+from flexor.policies.cross_embodiment import CrossEmbodimentConfig
 from flexor.policies.features import Kind, Normalization
 from flexor.policies.nn.adam import FineTuningSettings
 from flexor.policies.processing.normalize import Normalize, Unnormalize
@@ -19,7 +18,7 @@ from flexor.policies.vlm.paligemma import GEMMA, PALIGEMMA
 
 
 @dataclass
-class PaliGemmaConfig(FineTuningSettings, RelativeActionSettings, AnyRobotConfig):
+class PaliGemmaConfig(FineTuningSettings, RelativeActionSettings, CrossEmbodimentConfig):
     """What policies on PaliGemma have. Defaults are LeRobot's."""
 
     trains_in_bf16: ClassVar[bool] = True
@@ -37,9 +36,7 @@ class PaliGemmaConfig(FineTuningSettings, RelativeActionSettings, AnyRobotConfig
     load_vlm_weights: bool = True
     """Refuse to train from scratch. false starts from random weights, if there is no --policy.path."""
     chunk_size: int = 50
-    """Number of actions predicted at once."""
     n_action_steps: int = 50
-    """Number of actions of a chunk that are executed before the next prediction."""
     rtc_config: dict[str, Any] | None = None
     """Settings of real-time chunking, under LeRobot's names: {execution_horizon: 10, max_guidance_weight: 10,
     prefix_attention_schedule: LINEAR}."""
@@ -48,7 +45,6 @@ class PaliGemmaConfig(FineTuningSettings, RelativeActionSettings, AnyRobotConfig
     normalization_mapping: dict[Kind, Normalization] = field(
         default_factory=lambda: {Kind.VISUAL: "IDENTITY", Kind.STATE: "MEAN_STD", Kind.ACTION: "MEAN_STD"}
     )
-    """How each kind of feature (VISUAL, STATE, ACTION) is normalised."""
     gradient_checkpointing: bool = False
     """Recompute blocks in the backward pass to save memory, as --activation_checkpointing does."""
     compile_model: bool = False
@@ -56,40 +52,22 @@ class PaliGemmaConfig(FineTuningSettings, RelativeActionSettings, AnyRobotConfig
     compile_mode: str = "max-autotune"
     """torch.compile's mode, with policy.compile_model."""
     optimizer_lr: float = 2.5e-5
-    """Learning rate (--optimizer.lr takes precedence)."""
     optimizer_weight_decay: float = 0.01
-    """Weight decay (--optimizer.weight_decay takes precedence)."""
     optimizer_grad_clip_norm: float = 1.0
-    """Limit of the gradient's norm (--optimizer.grad_clip_norm takes precedence)."""
     tokenizer_max_length: int = 48
     """Maximum number of tokens of a prompt. Shorter ones are padded."""
 
     def validate(self) -> None:
-        self._check_sizes()
-        self.require(1, "chunk_size", "n_action_steps", "max_state_dim", "max_action_dim")
+        super().validate()
         self.require(1, "tokenizer_max_length", "scheduler_decay_steps")
-        self.require(0, "empty_cameras", "scheduler_warmup_steps")
-        if self.n_obs_steps != 1:
-            raise ConfigError(
-                f"policy.n_obs_steps={self.n_obs_steps}: {self.type} supports one observation only; set it to 1."
-            )
-        if self.n_action_steps > self.chunk_size:
-            raise ConfigError(
-                f"policy.n_action_steps={self.n_action_steps} is more than policy.chunk_size={self.chunk_size}: "
-                "only predicted actions can be executed."
-            )
-        if self.input_features:
-            self._check_inputs()
-        self.check_padding()
-
-    def _check_sizes(self) -> None:
+        self.require(0, "scheduler_warmup_steps")
         for setting in ("paligemma_variant", "action_expert_variant"):
             if getattr(self, setting) not in GEMMA:
                 raise ConfigError(
                     f"policy.{setting}={getattr(self, setting)!r} must be one of {', '.join(GEMMA)}."
                 )
-        reader, expert = GEMMA[self.paligemma_variant], GEMMA[self.action_expert_variant]
-        if not expert.can_attend_to(reader):
+        language_model, expert = GEMMA[self.paligemma_variant], GEMMA[self.action_expert_variant]
+        if not expert.can_attend_to(language_model):
             raise ConfigError(
                 f"policy.action_expert_variant={self.action_expert_variant} can't attend to "
                 f"policy.paligemma_variant={self.paligemma_variant}: they differ in depth or attention heads."
@@ -100,17 +78,6 @@ class PaliGemmaConfig(FineTuningSettings, RelativeActionSettings, AnyRobotConfig
             raise ConfigError(
                 f"policy.image_resolution={[height, width]} must be square and a multiple of {patch}, the size of an "
                 "image patch."
-            )
-
-    def _check_inputs(self) -> None:
-        if not self.images:
-            raise ConfigError(
-                f"{self.type} requires a camera (observation.image...); the dataset has "
-                f"{', '.join(self.input_features)}."
-            )
-        if self.state is None:
-            raise ConfigError(
-                f"{self.type} requires {STATE}; the dataset has {', '.join(self.input_features)}."
             )
 
     def check_untrained(self) -> None:
@@ -137,11 +104,3 @@ class PaliGemmaConfig(FineTuningSettings, RelativeActionSettings, AnyRobotConfig
             self.absolute_actions(),
             ToDevice("cpu"),
         ]
-
-    @property
-    def action_deltas(self) -> list[int]:
-        return list(range(self.chunk_size))
-
-    @property
-    def action_steps(self) -> int:
-        return self.n_action_steps

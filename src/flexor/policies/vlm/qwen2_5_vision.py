@@ -16,9 +16,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from flexor.kernels.language_model import gated, rms_norm
+from flexor.kernels.language_model import rms_norm
 from flexor.policies.nn.autocast import autocast_type
 from flexor.policies.nn.rope import Rope, apply_rope
+from flexor.policies.nn.transformer import GatedMLP
 from flexor.policies.vlm.qwen2_5_images import MERGE, PATCH, ImageGrid
 
 FRAMES = 2  # a patch spans two frames of a video; an image counts as two equal frames
@@ -142,24 +143,13 @@ def _attend(segment: Segment, *projected: Tensor) -> Tensor:
     return out.transpose(1, 2).flatten(2).unflatten(0, (batch, -1)).flatten(1, 2)
 
 
-class VisionMLP(nn.Module):
-    def __init__(self, size: QwenVisionSize):
-        super().__init__()
-        self.gate_proj = nn.Linear(size.width, size.mlp_width)
-        self.up_proj = nn.Linear(size.width, size.mlp_width)
-        self.down_proj = nn.Linear(size.mlp_width, size.width)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.down_proj(gated(self.gate_proj(x), self.up_proj(x), "silu"))
-
-
 class VisionBlock(nn.Module):
     def __init__(self, size: QwenVisionSize):
         super().__init__()
         self.norm1 = VisionNorm(size.width)
         self.norm2 = VisionNorm(size.width)
         self.attn = VisionAttention(size)
-        self.mlp = VisionMLP(size)
+        self.mlp = GatedMLP(size.width, size.mlp_width, "silu", bias=True)
 
     def forward(self, x: Tensor, rope: Rope, segments: Sequence[Segment]) -> Tensor:
         x = x + self.attn(self.norm1(x), rope, segments)

@@ -41,7 +41,6 @@ def read_size(config: Mapping[str, Any], source: str) -> QwenVLSize:
     try:
         vision, text = config["vision_config"], config.get("text_config") or config
         rope = text.get("rope_parameters") or text.get("rope_scaling") or {}
-        heads, width = text["num_attention_heads"], text["hidden_size"]
         if config["model_type"] != "qwen2_5_vl" or text.get("use_sliding_window"):
             raise ValueError("not a Qwen2.5-VL with full attention")
         return QwenVLSize(
@@ -54,14 +53,8 @@ def read_size(config: Mapping[str, Any], source: str) -> QwenVLSize:
                 window=vision["window_size"],
                 full_attention=tuple(vision["fullatt_block_indexes"]),
             ),
-            TransformerSize(
-                width=width,
-                depth=text["num_hidden_layers"],
-                mlp_width=text["intermediate_size"],
-                heads=heads,
-                kv_heads=text["num_key_value_heads"],
-                head_dim=text.get("head_dim") or width // heads,
-                norm_eps=text["rms_norm_eps"],
+            TransformerSize.from_config(
+                text,
                 qkv_bias=True,
                 rope_theta=rope.get("rope_theta") or text.get("rope_theta", 1e6),
                 mrope_sections=tuple(rope["mrope_section"]),

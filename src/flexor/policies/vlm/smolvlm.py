@@ -13,11 +13,11 @@ from flexor.core.errors import ConfigError
 from flexor.policies.nn.siglip import SiglipSize, SiglipVision
 from flexor.policies.nn.transformer import Transformer, init_decoder
 from flexor.policies.vlm.backbone import VisionLanguageModel
-from flexor.policies.vlm.smolvlm_size import VlmSize
+from flexor.policies.vlm.smolvlm_size import SmolVLMSize
 
 
 class SmolVLM(VisionLanguageModel):
-    def __init__(self, size: VlmSize, image: int | None):
+    def __init__(self, size: SmolVLMSize, image: int | None):
         """`image`: height and width of images, if they are not those that the encoder was trained on."""
         super().__init__()
         self.size = size
@@ -41,7 +41,7 @@ class SmolVLM(VisionLanguageModel):
 
 
 class SmolVLMModel(nn.Module):
-    def __init__(self, size: VlmSize, image: int | None):
+    def __init__(self, size: SmolVLMSize, image: int | None):
         super().__init__()
         self.vision_model = SmolVLMVision(size.vision, image or size.vision.image, size.shuffle)
         self.connector = Connector(size)
@@ -90,7 +90,7 @@ def _reorder(module: nn.Module, *names: str) -> None:
 class Connector(nn.Module):
     """Neighbouring patches become one token of the language model."""
 
-    def __init__(self, size: VlmSize):
+    def __init__(self, size: SmolVLMSize):
         super().__init__()
         self.shuffle = size.shuffle
         projection = nn.Linear(size.vision.width * size.shuffle**2, size.text.width, bias=False)

@@ -8,7 +8,7 @@ from typing import Any
 from flexor.core.errors import ConfigError
 from flexor.core.foreign_files import read_json_object
 from flexor.core.model_files import ModelFiles
-from flexor.policies.hf_transformers import located
+from flexor.policies.hf_transformers import resolve_builtin
 from flexor.policies.nn.siglip import SiglipSize
 from flexor.policies.nn.transformer import TransformerSize
 from flexor.policies.sizes import check_model_sizes
@@ -65,7 +65,7 @@ REQUIRED = (
 
 
 @dataclass(frozen=True)
-class VlmSize:
+class SmolVLMSize:
     """The size of a vision-language model."""
 
     vision: SiglipSize
@@ -74,7 +74,7 @@ class VlmSize:
     shuffle: int
     """Blocks of so many patches, squared, become one token of the language model."""
 
-    def with_depth(self, layers: int) -> VlmSize:
+    def with_depth(self, layers: int) -> SmolVLMSize:
         """Only so many layers of the language model; all if not positive."""
         if layers > self.text.depth:
             raise ConfigError(
@@ -84,10 +84,10 @@ class VlmSize:
 
 
 def smolvlm_files(name: str) -> ModelFiles:
-    return ModelFiles(located(name), f"policy.vlm_model_name={name}")
+    return ModelFiles(resolve_builtin(name), f"policy.vlm_model_name={name}")
 
 
-def read_size(name: str) -> VlmSize:
+def read_size(name: str) -> SmolVLMSize:
     """The size of the vision-language model in a local folder or a Hub repository."""
     config = BUILTIN_SIZES[name] if name in BUILTIN_SIZES else _read(name)
     parts: dict[str, Any] = {
@@ -109,7 +109,7 @@ def read_size(name: str) -> VlmSize:
     for key in ("num_key_value_heads", "head_dim"):
         if text.get(key) is not None:
             _require_positive(name, text, {key: 1})
-    return VlmSize(
+    return SmolVLMSize(
         SiglipSize(
             width=vision["hidden_size"],
             depth=vision["num_hidden_layers"],
@@ -118,17 +118,7 @@ def read_size(name: str) -> VlmSize:
             image=vision["image_size"],
             patch=vision["patch_size"],
         ),
-        TransformerSize(
-            width=text["hidden_size"],
-            depth=text["num_hidden_layers"],
-            mlp_width=text["intermediate_size"],
-            heads=text["num_attention_heads"],
-            kv_heads=text.get("num_key_value_heads") or text["num_attention_heads"],
-            head_dim=text.get("head_dim") or text["hidden_size"] // text["num_attention_heads"],
-            norm_eps=text["rms_norm_eps"],
-            qkv_bias=text["attention_bias"],
-            o_bias=text["attention_bias"],
-        ),
+        TransformerSize.from_config(text, qkv_bias=text["attention_bias"], o_bias=text["attention_bias"]),
         vocabulary=text["vocab_size"],
         shuffle=config.get("scale_factor", 2),
     )

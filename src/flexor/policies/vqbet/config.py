@@ -20,13 +20,10 @@ class VQBeTConfig(VisionSettings, AdamSettings, PolicyConfig):
     """Defaults are those for PushT, as LeRobot sets them."""
 
     type: ClassVar[str] = "vqbet"
-    trains_in_bf16: ClassVar[bool] = (
-        False  # rounding flips codes of the quantizer, and the small network gains no time
-    )
+    trains_in_bf16: ClassVar[bool] = False  # rounding flips codes, and the small network gains no time
     calibration = Calibration(cameras=1, height=96, width=96)
 
     n_obs_steps: int = 5
-    """Number of observations the policy uses, the current one included."""
     n_action_pred_token: int = 3
     """Number of chunks predicted from the current step on, each starting one step later; only the first is executed."""
     action_chunk_size: int = 5
@@ -34,7 +31,6 @@ class VQBeTConfig(VisionSettings, AdamSettings, PolicyConfig):
     normalization_mapping: dict[Kind, Normalization] = field(
         default_factory=lambda: {Kind.VISUAL: "IDENTITY", Kind.STATE: "MIN_MAX", Kind.ACTION: "MIN_MAX"}
     )
-    """How each kind of feature (VISUAL, STATE, ACTION) is normalised."""
     crop_shape: tuple[int, int] | None = (84, 84)
     n_vqvae_training_steps: int = 20000
     """Optimizer steps of the first phase, which trains the action vocabulary alone (at least one)."""

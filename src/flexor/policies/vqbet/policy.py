@@ -25,7 +25,7 @@ from flexor.policies.vqbet.config import TOKENS_PER_STEP, VQBeTConfig
 from flexor.policies.vqbet.gpt import GPT
 from flexor.policies.vqbet.vector_quantizer import VQVAE, mlp
 
-FOCUS = 2.0  # exponent of the focal loss: the larger, the less well-predicted codes count
+FOCAL_GAMMA = 2.0  # exponent of the focal loss: the larger, the less well-predicted codes count
 COMMITMENT_WEIGHT = 5.0
 
 
@@ -68,8 +68,7 @@ class VQBeT(Policy):
         error = (chunks - reconstruction).abs().mean((1, 2))
         commitment = commitment.mean(1)
         return Loss(
-            error + COMMITMENT_WEIGHT * commitment,
-            {"recon_l1_error": error, "commitment_loss": commitment},
+            error + COMMITMENT_WEIGHT * commitment, {"recon_l1_error": error, "commitment_loss": commitment}
         )
 
     def _behavior_loss(self, batch: Batch, chunks: Tensor, noise: NoiseSource) -> Loss:
@@ -233,4 +232,4 @@ def focal_loss(logits: Tensor, target: Tensor) -> Tensor:
     (Lin et al. 2017, https://arxiv.org/abs/1708.02002.)
     """
     log_p = logits.float().log_softmax(-1).gather(-1, target[..., None])[..., 0]
-    return -((1 - log_p.exp()) ** FOCUS) * log_p
+    return -((1 - log_p.exp()) ** FOCAL_GAMMA) * log_p

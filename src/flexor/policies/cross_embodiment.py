@@ -10,7 +10,7 @@ from typing import Self
 from flexor.core.batch import ACTION, STATE
 from flexor.core.errors import ConfigError
 from flexor.core.log import log
-from flexor.policies.base import PolicyConfig
+from flexor.policies.base import ChunkConfig
 from flexor.policies.features import Kind, PolicyFeature
 
 EMPTY_CAMERA = "observation.images.empty_camera_"
@@ -18,7 +18,7 @@ Features = dict[str, PolicyFeature]
 
 
 @dataclass
-class AnyRobotConfig(PolicyConfig):
+class CrossEmbodimentConfig(ChunkConfig):
     """The settings that these policies share, under LeRobot's names."""
 
     max_state_dim: int = 32
@@ -27,6 +27,14 @@ class AnyRobotConfig(PolicyConfig):
     """Actions are padded with zeros to this many values."""
     empty_cameras: int = 0
     """Number of cameras that the policy has but the robot does not. They are never encoded, and cost nothing."""
+
+    def validate(self) -> None:
+        super().validate()
+        self.require(1, "max_state_dim", "max_action_dim")
+        self.require(0, "empty_cameras")
+        if self.input_features and not (self.images and self.state):
+            raise self.missing_input(f"{STATE} and a camera (observation.images...)")
+        self.check_padding()
 
     @property
     def empty_camera_names(self) -> list[str]:
@@ -113,7 +121,7 @@ class AnyRobotConfig(PolicyConfig):
             else:
                 log.info("the policy's camera %s is left out: the dataset has none for its place", camera)
         for camera in new:
-            log.info("%s is a camera more than the policy had", camera)
+            log.info("%s is an additional camera: the policy had none for it", camera)
         return places + new
 
     def _resize(self, name: str, features: Features, dataset_features: Features) -> None:
