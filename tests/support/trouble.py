@@ -67,7 +67,7 @@ def hurry(what: Callable[[], Any] | None = None) -> None:
 
 def wait_for_all(what: Callable[[], Any] | None = None) -> None:
     """Ranks that all fail with the same error print it once, however long the slowest takes to fail; as in `hurry`."""
-    processes.ALIKE_S = LIMIT_S
+    processes.SAME_ERROR_S = LIMIT_S
     if what:
         what()
 
