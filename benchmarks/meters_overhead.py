@@ -32,7 +32,7 @@ from flexor.monitor.step_times import StepTimes
 from flexor.monitor.system import Sampler, sampler_for, this_process
 from flexor.plan.data.imagined_robot import Robot
 from flexor.plan.speed.ceilings import wait_for
-from flexor.train.stopping import Watch
+from flexor.train.stopping import StopConditions
 
 WAYS = ["graph", "eager"]
 WANTED_S = 8e-3  # the first batch size whose step takes at least so long
@@ -60,7 +60,7 @@ class Loop:
             device if on else None, host="here", arithmetic=Arithmetic(1e12, 1e15) if on else None
         )
         self.times = self.state.times = self.meters.times if on else StepTimes()
-        self.watch = Watch(None, self.state.engine, lambda: None)  # type: ignore[arg-type]
+        self.conditions = StopConditions(None, self.state.engine, lambda: None)  # type: ignore[arg-type]
         for _ in range(WARM_UP):
             self._once()
         self.step.check_captured()
@@ -72,7 +72,7 @@ class Loop:
         times.begins()
         loss, norm = run.run_step(self.step.batches, self.meters)
         times.queued()
-        self.watch.see(self.state.step, self.step.batches, loss, norm, None)
+        self.conditions.add_step(self.state.step, self.step.batches, loss, norm, None)
         times.mark("rest")
         self.meters.count_step(1)
 
@@ -85,7 +85,7 @@ class Loop:
             started = time.perf_counter()
             for _ in range(self.steps):
                 self._once()
-            self.watch.check()
+            self.conditions.check()
             if self.on:
                 self._log(sampler)
             wait_for(self.device)

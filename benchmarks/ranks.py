@@ -159,7 +159,7 @@ def rank_main(output: Path, flags: list[str]) -> int:
 
     from flexor.cli.main import main as flexor
     from flexor.core.tensors import local
-    from flexor.train import loop
+    from flexor.train import graph, loop
 
     if os.environ["RANKS_PRETEND"] != "0":
         pretend()
@@ -172,7 +172,7 @@ def rank_main(output: Path, flags: list[str]) -> int:
             return torch.cuda.max_memory_allocated()
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 - imports
 
-    fit, step, save = loop.fit, loop.optimizer_step, loop.Saver.save
+    fit, step, save = loop.fit, graph.optimizer_step, loop.Saver.save
 
     def watched_fit(state: Any, *rest: Any) -> Any:
         parameters = list(state.policy.parameters())
@@ -200,7 +200,7 @@ def rank_main(output: Path, flags: list[str]) -> int:
         if torch.cuda.is_available():
             torch.cuda.synchronize()
 
-    loop.fit, loop.optimizer_step, loop.Saver.save = watched_fit, watched_step, watched_save  # type: ignore[method-assign]
+    loop.fit, graph.optimizer_step, loop.Saver.save = watched_fit, watched_step, watched_save  # type: ignore[method-assign]
     code = flexor(["train", *flags])
     held_up = [value for key, value in figures.items() if key.startswith("held_up")]
     figures |= {"peak": peak(), "step": statistics.median(times[1:]), "held_up": max(held_up, default=0)}
@@ -227,8 +227,9 @@ def pretend() -> None:
     import flexor.train.loop as loop
 
     loop.check_devices = lambda *_: None
-    loop.Watch.check = lambda self: None  # type: ignore[method-assign]
-    loop._watchdog = lambda config, processes: loop.Watchdog(0, 1, "here", None, 600)
+    loop.StopConditions.check = lambda self: None  # type: ignore[method-assign]
+    watchdog = loop.Watchdog
+    loop.Watchdog = lambda *_: watchdog(0, 1, "here", None, 600)  # type: ignore[misc, assignment]
 
 
 def resident() -> int:

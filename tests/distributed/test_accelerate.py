@@ -96,11 +96,11 @@ def alone(lowdim, tiny_act, tmp_path_factory) -> Path:
     return folder
 
 
-def assert_same_run(one: Path, other: Path) -> None:
+def assert_same_run(run: Path, other: Path) -> None:
     """The figures of every step and the weights at the end, as near as another order of sums allows."""
-    assert ranks.losses(one) == pytest.approx(ranks.losses(other), rel=LOSS_TOLERANCE)
-    assert len(ranks.losses(one)) == STEPS
-    assert ranks.apart(ranks.weights(one, STEPS), ranks.weights(other, STEPS)) < WEIGHT_TOLERANCE
+    assert ranks.losses(run) == pytest.approx(ranks.losses(other), rel=LOSS_TOLERANCE)
+    assert len(ranks.losses(run)) == STEPS
+    assert ranks.apart(ranks.weights(run, STEPS), ranks.weights(other, STEPS)) < WEIGHT_TOLERANCE
 
 
 LAUNCHED = {
@@ -152,15 +152,15 @@ BITWISE = {"ddp": DDP, "fsdp": FSDP2}
 def test_what_accelerate_computes_is_bitwise_what_we_compute(strategy, lowdim, tiny_act, tmp_path):
     """In half precision, with dropout, a moving average and accumulation."""
     more = ("--steps=4", "--ema.enable", "--scheduler.type=cosine", "--gradient_accumulation_steps=2")
-    own = [*more, "--precision=bf16", f"--parallel.strategy={strategy}"]
-    ranks.run(tmp_path / "1", 2, flags(lowdim, tmp_path / "ours", tiny_act, *own))
+    ours = [*more, "--precision=bf16", f"--parallel.strategy={strategy}"]
+    ranks.run(tmp_path / "1", 2, flags(lowdim, tmp_path / "ours", tiny_act, *ours))
     env = told(*BITWISE[strategy], "--mixed_precision=bf16")
     started = ranks.Ranks(tmp_path / "2", 2, flags(lowdim, tmp_path / "theirs", tiny_act, *more), env=env)
     assert started.end() == [0, 0], started.errors()
     assert runs.figures(tmp_path / "ours") == runs.figures(tmp_path / "theirs")
-    one, other = (ranks.everything(tmp_path / name, 4) for name in ("ours", "theirs"))
-    assert one.keys() == other.keys()
-    assert [name for name in one if not torch.equal(one[name], other[name])] == []
+    ours, theirs = (ranks.everything(tmp_path / name, 4) for name in ("ours", "theirs"))
+    assert ours.keys() == theirs.keys()
+    assert [name for name in ours if not torch.equal(ours[name], theirs[name])] == []
 
 
 CHAINS = {
@@ -194,14 +194,14 @@ def test_deepspeed_with_a_file_of_its_own_goes_on_bitwise(lowdim, tiny_act, tmp_
     file = tmp_path / "zero.json"
     file.write_text(json.dumps({"zero_optimization": zero, "bf16": {"enabled": True}, **DEEPSPEED_BATCH}))
     env = told("--use_deepspeed", f"--deepspeed_config_file={file}", "--num_processes=2")
-    whole, cut = tmp_path / "run", tmp_path / "cut"
+    uninterrupted, cut = tmp_path / "run", tmp_path / "cut"
     more = ["--steps=12", "--save_freq=5", "--batch_size=2", "--ema.enable", "--scheduler.type=cosine"]
     for folder, arguments in ((1, train(lowdim, tmp_path, tiny_act, *more)), (2, ["resume", str(cut)])):
         started = ranks.Ranks(tmp_path / str(folder), 2, arguments, env=env)
         assert started.end() == [0, 0], started.errors()
         if folder == 1:
-            runs.cut_back(whole, cut, 5)
-    runs.assert_same(whole, cut, 12)
+            runs.cut_back(uninterrupted, cut, 5)
+    runs.assert_same(uninterrupted, cut, 12)
     assert started.errors().count("precision bf16") == 1
     assert "zero 1" in started.errors() and "accumulation 4" in started.errors()
 
@@ -229,14 +229,14 @@ CONTRADICTIONS = {
 
 @pytest.mark.parametrize("name", CONTRADICTIONS)
 def test_settings_that_contradict_the_accelerate_config_are_refused_by_name(name, lowdim, monkeypatch):
-    options, more, own, there = CONTRADICTIONS[name]
+    options, more, ours, theirs = CONTRADICTIONS[name]
     for key, value in {**told(*options), **more}.items():
         monkeypatch.setenv(key, value)
     load_config([f"--dataset.root={lowdim}"])
     with pytest.raises(ConfigError) as refused:
-        load_config([f"--dataset.root={lowdim}", own])
-    assert there in str(refused.value)
-    assert own.removeprefix("--").split("=")[0] in str(refused.value)
+        load_config([f"--dataset.root={lowdim}", ours])
+    assert theirs in str(refused.value)
+    assert ours.removeprefix("--").split("=")[0] in str(refused.value)
 
 
 def told_by_deepspeed(name: str, value: str) -> dict[str, str]:
@@ -253,11 +253,11 @@ UNSUPPORTED = {
 }
 
 
-@pytest.mark.parametrize("there", UNSUPPORTED)
-def test_what_is_not_done_here_is_refused(there, lowdim, monkeypatch):
-    for key, value in {**told(*FSDP2), **UNSUPPORTED[there]}.items():
+@pytest.mark.parametrize("setting", UNSUPPORTED)
+def test_what_is_not_done_here_is_refused(setting, lowdim, monkeypatch):
+    for key, value in {**told(*FSDP2), **UNSUPPORTED[setting]}.items():
         monkeypatch.setenv(key, value)
-    with pytest.raises(ConfigError, match=there):
+    with pytest.raises(ConfigError, match=setting):
         load_config([f"--dataset.root={lowdim}"])
 
 

@@ -39,8 +39,8 @@ def flags(name: str, folder: Path) -> list[str]:
     return [*small_flags(name.split()[0], folder / "files"), *LOWER[name], "--policy.device=cpu"]
 
 
-def policy_of(given: list[str], dataset: Path) -> Policy:
-    config = load_config([f"--dataset.root={dataset}", *given])
+def policy_of(settings: list[str], dataset: Path) -> Policy:
+    config = load_config([f"--dataset.root={dataset}", *settings])
     config = replace(config, policy=fit_to_dataset(config.policy, open_dataset(root=dataset)))
     torch.manual_seed(0)
     return make_policy(config)
@@ -54,9 +54,9 @@ def test_units_have_one_dtype_each_and_every_parameter_is_in_one(name, dataset, 
     assert sharding.units[-1] is policy and set(policy.shard_units()) < set(sharding.units)
     taken = {id(p) for p in sharding.whole.values()}
     for unit in sharding.units:
-        own = [p for p in unit.parameters() if id(p) not in taken]
-        taken |= {id(p) for p in own}
-        assert len({p.dtype for p in own if p.requires_grad}) <= 1
+        inside = [p for p in unit.parameters() if id(p) not in taken]
+        taken |= {id(p) for p in inside}
+        assert len({p.dtype for p in inside if p.requires_grad}) <= 1
     assert sharding.whole
     assert taken == {id(p) for p in policy.parameters()}
 
@@ -66,9 +66,9 @@ def test_little_is_whole_at_full_size(name):
     """pi0.5 has 450 MB of float32 in its norms: they are sharded."""
     with parameters_without_memory():
         policy = policy_class(name)(policy_class(name).Config(dtype="bfloat16", load_vlm_weights=False))
-    whole = sharding_of(policy).whole
-    assert 0 < sum(p.nbytes for p in whole.values()) < 10e6
-    assert not any("dense.weight" in each for each in whole)
+    replicated = sharding_of(policy).replicated
+    assert 0 < sum(p.nbytes for p in replicated.values()) < 10e6
+    assert not any("dense.weight" in each for each in replicated)
 
 
 def test_one_dtype_needs_nothing_apart(dataset, tmp_path):
@@ -91,16 +91,16 @@ def test_accelerate_does_not_shard_several_dtypes(dataset, tmp_path):
 
 def start(name: str, dataset: Path, folder: Path) -> list[str]:
     """Flags of a run that starts from saved weights."""
-    given = flags(name, folder)
-    policy = policy_of(given, dataset)
+    arguments = flags(name, folder)
+    policy = policy_of(arguments, dataset)
     pipelines = policy.config.pipelines({}, "cpu")
     save_pretrained(folder / "base", policy.config, policy.state_dict(), *pipelines)
-    return [*given, f"--policy.path={folder / 'base'}", "--scheduler.type=constant"]
+    return [*arguments, f"--policy.path={folder / 'base'}", "--scheduler.type=constant"]
 
 
 def run(dataset: Path, folder: Path, count: int, settings: list[str], *more: str) -> Path:
-    given = runs.flags(dataset, folder / "run", settings, f"--batch_size={4 // count}", *more)
-    ranks.run(folder, count, ["train", *given])
+    arguments = runs.flags(dataset, folder / "run", settings, f"--batch_size={4 // count}", *more)
+    ranks.run(folder, count, ["train", *arguments])
     return folder / "run"
 
 
@@ -113,17 +113,17 @@ def test_a_step_of_shards_is_that_of_one_process(name, dataset, tmp_path):
     """Of plain gradients: Adam would make all steps alike."""
     settings = start(name, dataset, tmp_path)
     sgd = ["--steps=1", "--optimizer.type=sgd", "--optimizer.lr=4", "--optimizer.grad_clip_norm=0.5"]
-    one = run(dataset, tmp_path / "one", 1, settings, *sgd)
-    two = run(dataset, tmp_path / "two", 2, settings, *sgd, FSDP)
-    assert ranks.losses(two) == pytest.approx(ranks.losses(one), rel=ROUNDING)
-    norms = [runs.figures(each)[0]["grad_norm"] for each in (one, two)]
+    single = run(dataset, tmp_path / "one", 1, settings, *sgd)
+    double = run(dataset, tmp_path / "two", 2, settings, *sgd, FSDP)
+    assert ranks.losses(double) == pytest.approx(ranks.losses(single), rel=ROUNDING)
+    norms = [runs.figures(folder)[0]["grad_norm"] for folder in (single, double)]
     assert norms[1] == pytest.approx(norms[0], rel=ROUNDING) and norms[0] > 0.5
     before = load_file(tmp_path / "base/model.safetensors")
-    expected, found = (ranks.everything(each, 1) for each in (one, two))
+    expected, actual = (ranks.everything(folder, 1) for folder in (single, double))
     moves, apart = [], []
-    for weight in (each for each in found if each.startswith("model.")):
+    for weight in (name for name in actual if name.startswith("model.")):
         moves.append((expected[weight] - before[weight.removeprefix("model.")]).flatten())
-        apart.append((found[weight] - expected[weight]).flatten())
+        apart.append((actual[weight] - expected[weight]).flatten())
         if moves[-1].norm() > 0.1:  # by itself, too
             assert apart[-1].norm() < 0.1 * moves[-1].norm(), weight
     assert torch.cat(moves).norm() > 0.5 and torch.cat(apart).norm() < ROUNDING * torch.cat(moves).norm()
@@ -134,14 +134,14 @@ def test_several_dtypes_go_on_with_other_processes(dataset, tmp_path):
     """Bitwise with as many; with one, or from one, as far as bfloat16 is exact."""
     settings = [*start("pi05", dataset, tmp_path), "--optimizer.eps=1e-5", "--ema.enable"]
     lengths = ["--steps=2", "--save_freq=1"]
-    whole = run(dataset, tmp_path / "two", 2, settings, *lengths, FSDP)
-    cut, other = (runs.cut_back(whole, tmp_path / name, 1) for name in ("cut", "other"))
+    uninterrupted = run(dataset, tmp_path / "two", 2, settings, *lengths, FSDP)
+    cut, other = (runs.cut_back(uninterrupted, tmp_path / name, 1) for name in ("cut", "other"))
     ranks.run(tmp_path / "again", 2, ["resume", str(cut)])
-    assert runs.figures(whole) == runs.figures(cut)
-    one, again = ranks.everything(whole, 2), ranks.everything(cut, 2)
-    assert [name for name in one if not torch.equal(one[name], again[name])] == []
+    assert runs.figures(uninterrupted) == runs.figures(cut)
+    first, again = ranks.everything(uninterrupted, 2), ranks.everything(cut, 2)
+    assert [name for name in first if not torch.equal(first[name], again[name])] == []
     ranks.run(tmp_path / "fewer", 1, ["resume", str(other), "--parallel.strategy=ddp", "--batch_size=4"])
-    assert ranks.losses(other) == pytest.approx(ranks.losses(whole), rel=ROUNDING)
+    assert ranks.losses(other) == pytest.approx(ranks.losses(uninterrupted), rel=ROUNDING)
     runs.cut_back(other, tmp_path / "back", 2)
     ranks.run(tmp_path / "more", 2, ["resume", str(tmp_path / "back"), "--steps=3", FSDP, "--batch_size=2"])
     assert len(ranks.losses(tmp_path / "back")) == 3

@@ -51,17 +51,17 @@ SAME = {
 @pytest.mark.parametrize("way", SAME)
 def test_same_processes_go_on_bitwise(way, lowdim, tiny_act, tmp_path):
     count, more = SAME[way]
-    whole, cut = tmp_path / "run", tmp_path / "cut"
+    uninterrupted, cut = tmp_path / "run", tmp_path / "cut"
     ranks.run(tmp_path / "1", count, train(lowdim, tmp_path, tiny_act, "--steps=4", "--save_freq=2", *more))
-    runs.cut_back(whole, cut, 2)
+    runs.cut_back(uninterrupted, cut, 2)
     ranks.run(tmp_path / "2", count, ["resume", str(cut)])
-    assert runs.figures(whole) == runs.figures(cut)
+    assert runs.figures(uninterrupted) == runs.figures(cut)
     assert len(runs.figures(cut)) == 4
-    one, other = ranks.everything(whole, 4), ranks.everything(cut, 4)
-    assert one.keys() == other.keys()
-    assert [name for name in one if not torch.equal(one[name], other[name])] == []
-    assert runs.state(whole, 4) == runs.state(cut, 4)
-    folders = [run / "checkpoints" / "000004" / "training_state" for run in (whole, cut)]
+    first, second = ranks.everything(uninterrupted, 4), ranks.everything(cut, 4)
+    assert first.keys() == second.keys()
+    assert [name for name in first if not torch.equal(first[name], second[name])] == []
+    assert runs.state(uninterrupted, 4) == runs.state(cut, 4)
+    folders = [run / "checkpoints" / "000004" / "training_state" for run in (uninterrupted, cut)]
     states = [load_file(folder / "rng_state_ranks.safetensors") for folder in folders]
     assert all(torch.equal(states[0][name], states[1][name]) for name in states[0])
 
@@ -108,21 +108,21 @@ def test_augmented_images_are_the_same_on_any_number_of_processes(dataset, tiny_
 
 @pytest.mark.slow
 def test_any_other_processes_go_on_with_the_same_run(alone, lowdim, tiny_act, tmp_path):
-    (count, way), *others = CHAIN
+    (count, way), *rest = CHAIN
     run = tmp_path / "run"
     begin = train(lowdim, tmp_path, tiny_act, *ELASTIC, *way, f"--batch_size={8 // count}")
     trouble.interrupted(tmp_path / "0", count, begin, run, LEG, LEG + 2)
-    for i, (count, way) in enumerate(others[:-1], 1):
+    for i, (count, way) in enumerate(rest[:-1], 1):
         resume = ["resume", str(run), *way, "--batch_size=8"]
         trouble.interrupted(tmp_path / str(i), count, resume, run, LEG + LEG * i, LEG + 2)
-    count, way = others[-1]
+    count, way = rest[-1]
     ranks.run(tmp_path / "last", count, ["resume", str(run), *way, "--batch_size=8"])
 
-    parts = [tmp_path / str(i) for i in range(len(others))]
+    parts = [tmp_path / str(i) for i in range(len(rest))]
     assert ranks.computed(*parts, tmp_path / "last") == ranks.computed(alone)
     assert ranks.losses(run) == pytest.approx(ranks.losses(alone / "run"), rel=20 * LOSS_TOLERANCE)
-    one, other = (ranks.weights(r, STEPS) for r in (run, alone / "run"))
-    assert ranks.apart(one, other) < 20 * WEIGHT_TOLERANCE  # more steps than test_sameness, and chaos
+    actual, expected = (ranks.weights(r, STEPS) for r in (run, alone / "run"))
+    assert ranks.apart(actual, expected) < 20 * WEIGHT_TOLERANCE  # more steps than test_sameness, and chaos
     strategies = [
         json.loads(f.read_text())["strategy"] for f in sorted(run.glob("checkpoints/*/*/flexor.json"))
     ]
@@ -241,7 +241,7 @@ def test_evaluation_and_held_out_loss_on_many_processes(way, measured_alone, dat
     """What the weights are worth does not depend on who measures it."""
     ranks.run(tmp_path, 2, train(dataset, tmp_path, tiny_act, *MEASURED, way, "--batch_size=2"))
     both = (measured_alone, tmp_path / "run")
-    found = [{k: v for line in runs.metrics(run) for k, v in line.items()} for run in both]
-    assert found[0]["held_out_loss"] == pytest.approx(found[1]["held_out_loss"], rel=1e-4)
-    evaluated = [{k: v for k, v in figures.items() if k.startswith("eval_")} for figures in found]
+    metrics = [{k: v for line in runs.metrics(run) for k, v in line.items()} for run in both]
+    assert metrics[0]["held_out_loss"] == pytest.approx(metrics[1]["held_out_loss"], rel=1e-4)
+    evaluated = [{k: v for k, v in figures.items() if k.startswith("eval_")} for figures in metrics]
     assert len(evaluated[0]) > 3 and evaluated[0] == pytest.approx(evaluated[1], rel=1e-3)

@@ -50,13 +50,13 @@ def ended(folder: Path, arguments: list[str], *codes: int, then: dict[int, Any] 
 @pytest.mark.parametrize("strategy", [DDP, FSDP])
 def test_nan_in_one_rank_ends_all_and_is_said_once(strategy, flags, tmp_path):
     spoil = functools.partial(trouble.spoil_batch, 6)
-    said = ended(tmp_path, flags(*strategy), 1, 1, then={1: spoil})
-    assert trouble.words(said, "The loss of step 7 is nan") == 1
-    (bad,) = re.findall(rf"rank 1 on {HOST}: (\[.*?\])", said[0])
+    output = ended(tmp_path, flags(*strategy), 1, 1, then={1: spoil})
+    assert trouble.words(output, "The loss of step 7 is nan") == 1
+    (bad,) = re.findall(rf"rank 1 on {HOST}: (\[.*?\])", output[0])
     part = ranks.computed(tmp_path / "out")[6][4:]
     assert bad == str([sample for sample, _ in part])
-    assert "rank 0 on" not in said[0] and "Traceback" not in "".join(said)
-    assert f"Last good checkpoint: {tmp_path}/run/checkpoints/000004" in said[0]
+    assert "rank 0 on" not in output[0] and "Traceback" not in "".join(output)
+    assert f"Last good checkpoint: {tmp_path}/run/checkpoints/000004" in output[0]
     assert trouble.saved_steps(tmp_path / "run") == [4]
 
 
@@ -65,51 +65,53 @@ def test_nan_in_one_rank_ends_all_and_is_said_once(strategy, flags, tmp_path):
 
 def test_the_others_end_and_name_a_rank_that_was_killed(flags, tmp_path):
     die = trouble.before_step(6, trouble.send(signal.SIGKILL))
-    said, _ = ended(tmp_path, flags(*FSDP), HUNG, KILLED, then={1: die})
+    output, _ = ended(tmp_path, flags(*FSDP), HUNG, KILLED, then={1: die})
     assert re.search(
-        rf"rank 1 on {HOST} has sent no heartbeat for \d+ s: dead or frozen, last seen at step \d", said
+        rf"rank 1 on {HOST} has sent no heartbeat for \d+ s: dead or frozen, last seen at step \d", output
     )
-    assert f"This is rank 0 on {HOST}, at step 6, computing" in said and "Traceback" not in said
+    assert f"This is rank 0 on {HOST}, at step 6, computing" in output and "Traceback" not in output
 
 
 def test_the_others_end_when_rank_0_was_killed(flags, tmp_path):
     die = trouble.before_step(6, trouble.send(signal.SIGKILL))
-    _, said = ended(tmp_path, flags(), KILLED, HUNG, then={0: die})
+    _, output = ended(tmp_path, flags(), KILLED, HUNG, then={0: die})
     # whichever shows first: that the store is gone with rank 0, or that rank 0 is
-    assert re.search(rf"hosted by rank 0 or its launcher, has not answered|rank 0 on {HOST} has ", said), said
+    assert re.search(rf"hosted by rank 0 or its launcher, has not answered|rank 0 on {HOST} has ", output), (
+        output
+    )
 
 
 def test_a_rank_that_hangs_while_reading_brings_the_run_down(flags, tmp_path):
     hang = functools.partial(trouble.at_call, trouble.READ, 7, functools.partial(time.sleep, FOREVER_S))
-    said = ended(tmp_path, flags(PATIENCE), HUNG, HUNG, then={1: hang})
-    for text in said:
+    output = ended(tmp_path, flags(PATIENCE), HUNG, HUNG, then={1: hang})
+    for text in output:
         assert re.search(rf"rank 1 on {HOST} has made no progress for \d+ s: step 6, reading data", text), (
             text
         )
-    assert "Rank 0 waits for it" in said[1] and "trouble.py" in said[1] and "loader.py" in said[1]
+    assert "Rank 0 waits for it" in output[1] and "trouble.py" in output[1] and "loader.py" in output[1]
 
 
 def test_a_rank_that_is_frozen_is_named_by_the_other(flags, tmp_path):
     freeze = trouble.before_step(6, trouble.send(signal.SIGSTOP))
     then = {0: trouble.hurry, 1: functools.partial(trouble.hurry, freeze)}
     started = ranks.Ranks(tmp_path / "out", 2, flags(PATIENCE), then=then)
-    _, said = started.all[0].end()
+    _, output = started.all[0].end()
     started.kill()
     assert started.all[0].returncode == HUNG
     assert re.search(
-        rf"rank 1 on {HOST} has sent no heartbeat for \d+ s: dead or frozen, last seen at step \d", said
+        rf"rank 1 on {HOST} has sent no heartbeat for \d+ s: dead or frozen, last seen at step \d", output
     )
-    assert f"This is rank 0 on {HOST}, at step 6, computing" in said
+    assert f"This is rank 0 on {HOST}, at step 6, computing" in output
 
 
 @pytest.mark.parametrize("strategy", [DDP, FSDP])
 def test_the_stack_of_a_rank_that_raises_is_said_and_the_others_end(strategy, flags, tmp_path):
-    said = ended(tmp_path, flags(*strategy), HUNG, HUNG, then={1: trouble.before_step(6, trouble.fail)})
-    assert f"rank 1 on {HOST} failed" in said[1] and "in compute_step" not in said[0]
-    assert "Traceback" in said[1] and "ValueError: a mistake of ours" in said[1]
-    assert f"This is rank 1 on {HOST}, at step 6, computing" in said[1]
-    assert f"rank 1 on {HOST} has ended at step 6, computing: ValueError: a mistake of ours" in said[0]
-    assert "Traceback" not in said[0]
+    output = ended(tmp_path, flags(*strategy), HUNG, HUNG, then={1: trouble.before_step(6, trouble.fail)})
+    assert f"rank 1 on {HOST} failed" in output[1] and "in compute_step" not in output[0]
+    assert "Traceback" in output[1] and "ValueError: a mistake of ours" in output[1]
+    assert f"This is rank 1 on {HOST}, at step 6, computing" in output[1]
+    assert f"rank 1 on {HOST} has ended at step 6, computing: ValueError: a mistake of ours" in output[0]
+    assert "Traceback" not in output[0]
 
 
 # While the run gets ready
@@ -117,14 +119,14 @@ def test_the_stack_of_a_rank_that_raises_is_said_and_the_others_end(strategy, fl
 
 def test_a_rank_that_dies_while_the_run_gets_ready_is_named(flags, tmp_path):
     die = functools.partial(trouble.at_call, "flexor.train.loop:build_state", 1, trouble.send(signal.SIGKILL))
-    said, _ = ended(tmp_path, flags(), HUNG, KILLED, then={1: die})
-    assert re.search(rf"rank 1 on {HOST} has sent no heartbeat .* last seen at step 0, getting ready", said)
-    assert "Traceback" not in said
+    output, _ = ended(tmp_path, flags(), HUNG, KILLED, then={1: die})
+    assert re.search(rf"rank 1 on {HOST} has sent no heartbeat .* last seen at step 0, getting ready", output)
+    assert "Traceback" not in output
 
 
 def test_a_mistake_that_all_ranks_notice_is_said_once(flags, tmp_path):
-    said = ended(tmp_path, flags("--global_batch_size=3"), 2, 2, then=TOGETHER)
-    assert trouble.words(said, "global_batch_size=3 can't be split evenly") == 1
+    output = ended(tmp_path, flags("--global_batch_size=3"), 2, 2, then=TOGETHER)
+    assert trouble.words(output, "global_batch_size=3 can't be split evenly") == 1
 
 
 # What may take long
@@ -140,9 +142,9 @@ LONG = [
 @pytest.mark.slow
 def test_nothing_trips_while_rank_0_takes_long(tiny_act, tmp_path):
     """Longer than ranks wait for each other in a step, and than is allowed without progress."""
-    seen = "environment_state_agent_pos"  # small steps: patience is short
-    dataset = record_dataset(tmp_path / "data", episodes=2, obs_type=seen)
-    more = ["--steps=3", "--batch_size=2", "--env.type=place", f"--env.kwargs={{obs_type: {seen}}}"]
+    feature = "environment_state_agent_pos"  # small steps: patience is short
+    dataset = record_dataset(tmp_path / "data", episodes=2, obs_type=feature)
+    more = ["--steps=3", "--batch_size=2", "--env.type=place", f"--env.kwargs={{obs_type: {feature}}}"]
     more += ["--env_eval_freq=2", "--env.max_steps=4", "--eval.n_episodes=1"]
     patience = 1.5 * PATIENCE_S  # here it counts from the start, and ranks do not start together
     short, slow = (  # with many heartbeats in that time: a busy machine may hold up some of them
@@ -203,12 +205,12 @@ def test_a_second_run_in_the_same_folder_is_refused_once(flags, tmp_path):
     first = ranks.Ranks(tmp_path / "first", 2, flags("--save_freq=0"), then={0: stay, 1: stay})
     try:
         first.all[0].wait_for(lambda: trouble.steps_done(run) >= 1)
-        said = ended(tmp_path / "train", flags(), 2, 2, then=TOGETHER)
-        assert trouble.words(said, f"output_dir={run} is not empty") == 1
+        output = ended(tmp_path / "train", flags(), 2, 2, then=TOGETHER)
+        assert trouble.words(output, f"output_dir={run} is not empty") == 1
         for again in (["resume", str(run)], [*flags(), "--resume=auto"]):
-            said = ended(tmp_path / again[0] / "again", again, 2, 2, then=TOGETHER)
-            assert trouble.words(said, f"in use by another process (pid {first.all[0].pid} on") == 1
-            assert trouble.words(said, "Traceback") == 0
+            output = ended(tmp_path / again[0] / "again", again, 2, 2, then=TOGETHER)
+            assert trouble.words(output, f"in use by another process (pid {first.all[0].pid} on") == 1
+            assert trouble.words(output, "Traceback") == 0
         assert [rank.poll() for rank in first.all] == [None, None]
     finally:
         first.kill()

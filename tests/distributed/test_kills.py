@@ -23,7 +23,7 @@ def flags(lowdim: Path, run: Path, tiny_act: list[str], *more: str) -> list[str]
 
 
 @pytest.fixture(scope="module")
-def whole(lowdim, tiny_act, tmp_path_factory) -> Path:
+def uninterrupted(lowdim, tiny_act, tmp_path_factory) -> Path:
     """The run that nothing happened to."""
     folder = tmp_path_factory.mktemp("whole")
     ranks.run(folder, 2, flags(lowdim, folder / "run", tiny_act, "--save_freq=0"))
@@ -36,7 +36,7 @@ def newest(run: Path) -> int:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("asynchronous", "lives"), [("false", 1), ("true", 2)])
-def test_killed_again_and_again_while_saving(asynchronous, lives, whole, lowdim, tiny_act, tmp_path):
+def test_killed_again_and_again_while_saving(asynchronous, lives, uninterrupted, lowdim, tiny_act, tmp_path):
     """All ranks at once; with a checkpoint at each step, most instants lie inside of a save."""
     rng, run = random.Random(asynchronous), tmp_path / "run"
     command = [
@@ -51,7 +51,7 @@ def test_killed_again_and_again_while_saving(asynchronous, lives, whole, lowdim,
         living.kill()
         runs.assert_checkpoints_whole(run)
     ranks.run(tmp_path / "last", 2, [*command, "--save_freq=0"])
-    trouble.assert_same(whole, run, STEPS)
+    trouble.assert_same(uninterrupted, run, STEPS)
     runs.assert_checkpoints_whole(run)
     assert [p.name for p in (run / "checkpoints").iterdir() if p.name.startswith(".")] == []
 

@@ -33,11 +33,11 @@ def test_killed_run_goes_on_on_other_processes(first, second, both, tiny_act, tm
     assert ranks.losses(run) == pytest.approx(
         ranks.losses(tmp_path / "alone" / "run"), rel=20 * LOSS_TOLERANCE
     )
-    seen = [
+    counts = [
         [line["datasets"] for line in runs.metrics(each) if "loss" in line]
         for each in (run, tmp_path / "alone" / "run")
     ]
-    assert seen[0] == seen[1]
+    assert counts[0] == counts[1]
 
 
 @pytest.mark.slow

@@ -30,7 +30,7 @@ def flags(lowdim: Path, tiny_act: list[str]) -> list[str]:
 
 
 @pytest.fixture(scope="module")
-def whole(lowdim, tiny_act, tmp_path_factory) -> Path:
+def uninterrupted(lowdim, tiny_act, tmp_path_factory) -> Path:
     """The run that nothing happened to."""
     folder = tmp_path_factory.mktemp("whole")
     ranks.run(folder, 2, ["train", *flags(lowdim, tiny_act), f"--output_dir={folder / 'run'}"])
@@ -58,7 +58,7 @@ class Launched:
 
 
 @pytest.fixture(scope="module")
-def started(whole, lowdim, tiny_act, warm_python, tmp_path_factory) -> Iterator[dict[str, Launched]]:
+def started(uninterrupted, lowdim, tiny_act, warm_python, tmp_path_factory) -> Iterator[dict[str, Launched]]:
     """All at once: much of what they do is wait."""
     all_of_them = {
         name: Launched(tmp_path_factory.mktemp("launched"), warm_python, [*module, *flags(lowdim, tiny_act)])
@@ -71,7 +71,7 @@ def started(whole, lowdim, tiny_act, warm_python, tmp_path_factory) -> Iterator[
 
 
 @pytest.mark.slow
-def test_our_launcher_restarts_a_run_that_goes_on(started, whole):
+def test_our_launcher_restarts_a_run_that_goes_on(started, uninterrupted):
     launched = started["ours"]
     launched.wait_for("runs/*/checkpoints/000004")
     ((_, second),) = re.findall(r"pids (\d+), (\d+)", launched.log.read_text())
@@ -79,13 +79,13 @@ def test_our_launcher_restarts_a_run_that_goes_on(started, whole):
     run = launched.end()
     assert "restarting all 2 processes: restart 1 of 1" in launched.log.read_text()
     assert "resuming from 0000" in launched.log.read_text()
-    trouble.assert_same(whole, run, STEPS)
+    trouble.assert_same(uninterrupted, run, STEPS)
 
 
 @pytest.mark.slow
-def test_torchrun_restarts_a_run_that_begins_again_and_then_goes_on(started, whole):
+def test_torchrun_restarts_a_run_that_begins_again_and_then_goes_on(started, uninterrupted):
     launched = started["torchrun"]
-    run, said = launched.end(), launched.log.read_text()
-    assert said.count("steps 0 to 12") == 2 and said.count("steps 5 to 12") == 1
-    assert "resuming from 000005" in said
-    trouble.assert_same(whole, run, STEPS)
+    run, output = launched.end(), launched.log.read_text()
+    assert output.count("steps 0 to 12") == 2 and output.count("steps 5 to 12") == 1
+    assert "resuming from 000005" in output
+    trouble.assert_same(uninterrupted, run, STEPS)

@@ -46,8 +46,8 @@ def test_any_number_of_processes_computes_the_same_run(way, alone, lowdim, tiny_
     ranks.run(tmp_path, count, flags(lowdim, tmp_path / "run", tiny_act, "--policy.dropout=0", *more))
     assert ranks.computed(tmp_path) == ranks.computed(alone)
     assert len(ranks.computed(alone)) == STEPS
-    found, expected = ranks.losses(tmp_path / "run"), ranks.losses(alone / "run")
-    assert found == pytest.approx(expected, rel=LOSS_TOLERANCE)
+    losses, expected = ranks.losses(tmp_path / "run"), ranks.losses(alone / "run")
+    assert losses == pytest.approx(expected, rel=LOSS_TOLERANCE)
     difference = ranks.apart(ranks.weights(tmp_path / "run", STEPS), ranks.weights(alone / "run", STEPS))
     assert difference < WEIGHT_TOLERANCE
 

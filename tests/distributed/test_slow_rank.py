@@ -48,8 +48,8 @@ def read_late(step: int) -> None:
 
 def test_the_slow_rank_is_named(lowdim, tmp_path):
     (tmp_path / "own.py").write_text(OWN)
-    own = [f"--policy.type={tmp_path / 'own.py'}:Own", "--policy.device=cpu"]
-    flags = runs.flags(lowdim, tmp_path / "run", own, "--steps=4", "--save_checkpoint=false")
+    settings = [f"--policy.type={tmp_path / 'own.py'}:Own", "--policy.device=cpu"]
+    flags = runs.flags(lowdim, tmp_path / "run", settings, "--steps=4", "--save_checkpoint=false")
     late = {0: functools.partial(read_late, READ)}
     started = ranks.Ranks(tmp_path / "out", 2, ["train", *flags], then=late)
     assert started.end() == [0, 0], started.errors()

@@ -22,7 +22,7 @@ def flags(lowdim: Path, run: Path, tiny_act: list[str], *more: str) -> list[str]
 
 
 @pytest.fixture(scope="module")
-def whole(lowdim, tiny_act, tmp_path_factory):
+def uninterrupted(lowdim, tiny_act, tmp_path_factory):
     """The run that nothing happened to, for each strategy."""
 
     @functools.cache
@@ -34,9 +34,9 @@ def whole(lowdim, tiny_act, tmp_path_factory):
     return run
 
 
-def goes_on_exactly(run: Path, folder: Path, whole: Path) -> None:
+def goes_on_exactly(run: Path, folder: Path, uninterrupted: Path) -> None:
     ranks.run(folder, 2, ["resume", str(run)])
-    trouble.assert_same(whole, run, STEPS)
+    trouble.assert_same(uninterrupted, run, STEPS)
     runs.assert_checkpoints_whole(run)
 
 
@@ -52,28 +52,28 @@ STOPPED = {
 }
 
 
-@pytest.mark.parametrize("what", STOPPED)
-def test_all_ranks_save_the_same_step_and_go_on_exactly(what, whole, lowdim, tiny_act, tmp_path):
-    strategy, signals, code = STOPPED[what]
+@pytest.mark.parametrize("case", STOPPED)
+def test_all_ranks_save_the_same_step_and_go_on_exactly(case, uninterrupted, lowdim, tiny_act, tmp_path):
+    strategy, signals, code = STOPPED[case]
     run = tmp_path / "run"
     stopped = ranks.Ranks(tmp_path / "out", 2, flags(lowdim, run, tiny_act, strategy), then=signals)
     assert stopped.end() == [code, code], stopped.errors()
-    said = re.findall(
+    steps = re.findall(
         r"SIG\w+: stopped after step (\d+), saved as \S+ Resume with: flexor resume", stopped.errors()
     )
-    assert [int(step) for step in said] == trouble.saved_steps(run) == [trouble.steps_done(run)]
+    assert [int(step) for step in steps] == trouble.saved_steps(run) == [trouble.steps_done(run)]
     assert "Traceback" not in stopped.errors() and trouble.steps_done(run) < STEPS
     runs.assert_checkpoints_whole(run)
-    goes_on_exactly(run, tmp_path / "again", whole(strategy))
+    goes_on_exactly(run, tmp_path / "again", uninterrupted(strategy))
 
 
-def begins_anew(command: list[str], folder: Path, run: Path, whole: Path) -> None:
+def begins_anew(command: list[str], folder: Path, run: Path, uninterrupted: Path) -> None:
     ranks.run(folder, 2, command)
-    trouble.assert_same(whole, run, STEPS)
+    trouble.assert_same(uninterrupted, run, STEPS)
 
 
 @pytest.mark.parametrize("reached", [0, 1])
-def test_one_rank_is_told_to_stop_before_the_first_step(reached, whole, lowdim, tiny_act, tmp_path):
+def test_one_rank_is_told_to_stop_before_the_first_step(reached, uninterrupted, lowdim, tiny_act, tmp_path):
     """There is nothing to save: all end, and the same command begins the run."""
     run = tmp_path / "run"
     command = [*flags(lowdim, run, tiny_act, DDP), "--resume=auto"]
@@ -83,19 +83,19 @@ def test_one_rank_is_told_to_stop_before_the_first_step(reached, whole, lowdim, 
     assert stopped.end() == [75, 75], stopped.errors()
     assert "SIGTERM: stopped before the first step" in stopped.errors()
     assert "Traceback" not in stopped.errors()
-    begins_anew(command, tmp_path / "again", run, whole(DDP))
+    begins_anew(command, tmp_path / "again", run, uninterrupted(DDP))
 
 
-def test_all_are_told_to_stop_while_one_waits_for_the_other(whole, lowdim, tiny_act, tmp_path):
+def test_all_are_told_to_stop_while_one_waits_for_the_other(uninterrupted, lowdim, tiny_act, tmp_path):
     """Who waits in a collective can't take notice of a signal before that has failed."""
     run, reading = tmp_path / "run", tmp_path / "reading"
     command = [*flags(lowdim, run, tiny_act, DDP), "--resume=auto"]
-    what = functools.partial(trouble.touch_and_sleep, reading)
-    slow = {0: functools.partial(trouble.at_call, "flexor.train.loop:build_datasets", 1, what)}
+    action = functools.partial(trouble.touch_and_sleep, reading)
+    slow = {0: functools.partial(trouble.at_call, "flexor.train.loop:build_datasets", 1, action)}
     stopped = ranks.Ranks(tmp_path / "out", 2, command, then=slow)
     stopped.all[0].wait_for(reading.exists)
     for rank in stopped.all:
         rank.send_signal(signal.SIGTERM)
     assert stopped.end() == [75, 75], stopped.errors()
     assert "Traceback" not in stopped.errors()
-    begins_anew(command, tmp_path / "again", run, whole(DDP))
+    begins_anew(command, tmp_path / "again", run, uninterrupted(DDP))

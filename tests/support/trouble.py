@@ -67,7 +67,7 @@ def hurry(what: Callable[[], Any] | None = None) -> None:
 
 def wait_for_all(what: Callable[[], Any] | None = None) -> None:
     """Ranks that all fail with the same error print it once, however long the slowest takes to fail; as in `hurry`."""
-    processes.ALIKE_S = LIMIT_S
+    processes.SAME_ERROR_S = LIMIT_S
     if what:
         what()
 
@@ -77,7 +77,7 @@ def lose_patience(after: int, seconds: float, at: Sequence[str] = (), asleep: fl
 
     Sleep for longer, before the first call of each function `at`.
     """
-    join, make = Processes.join, loop._watchdog
+    join, make = Processes.join, loop.Watchdog
 
     def joined(self: Processes, *arguments: Any) -> None:
         join(self, *arguments)
@@ -88,7 +88,7 @@ def lose_patience(after: int, seconds: float, at: Sequence[str] = (), asleep: fl
         at_call(STEP, after + 1, functools.partial(setattr, dog, "timeout_s", seconds))
         return dog
 
-    Processes.join, loop._watchdog = joined, made  # type: ignore[method-assign]
+    Processes.join, loop.Watchdog = joined, made  # type: ignore[assignment, method-assign, misc]
     for target in at:
         at_call(target, 1, functools.partial(time.sleep, asleep))
 

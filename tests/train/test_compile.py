@@ -44,7 +44,7 @@ ONE_LAYER = own_policy(
 
 
 @pytest.fixture
-def own(tmp_path: Path) -> list[str]:
+def blocks(tmp_path: Path) -> list[str]:
     (tmp_path / "own.py").write_text(OWN)
     return [f"--policy.type={tmp_path / 'own.py'}:Own", "--policy.device=cpu"]
 
@@ -66,10 +66,10 @@ def train_both(data: Path, folder: Path, flags: list[str], close: float) -> Path
 
 
 @pytest.mark.slow
-def test_the_same_run_and_bitwise_so_after_a_resume(own, lowdim, tmp_path, monkeypatch):
+def test_the_same_run_and_bitwise_so_after_a_resume(blocks, lowdim, tmp_path, monkeypatch):
     """All of the compiler but its last part: a C++ compiler takes half a minute for these two kernels."""
     monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="aot_eager"))
-    compiled = train_both(lowdim, tmp_path, own, close=1e-5)
+    compiled = train_both(lowdim, tmp_path, blocks, close=1e-5)
     cut = runs.cut_back(compiled, tmp_path / "cut", 2)
     assert main(["resume", str(cut)]) == 0
     runs.assert_same(compiled, cut, 4)
@@ -81,7 +81,7 @@ def test_a_second_run_finds_the_code_of_the_first(lowdim, tmp_path, monkeypatch)
     """With the C++ compiler, in processes of their own, as a user starts them: torch's imports must not choose the
     folder. The block is a single layer, because each of its kernels takes the compiler ten seconds."""
     (tmp_path / "own.py").write_text(ONE_LAYER)
-    own = [f"--policy.type={tmp_path / 'own.py'}:Own", "--policy.device=cpu"]
+    blocks = [f"--policy.type={tmp_path / 'own.py'}:Own", "--policy.device=cpu"]
     monkeypatch.setenv("TORCHINDUCTOR_CPP_CACHE_PRECOMPILE_HEADERS", "0")  # worth it for many kernels
     monkeypatch.setenv("TORCHINDUCTOR_VEC_ISA_OK", "1")  # else programs that try the CPU's are compiled first
     monkeypatch.setenv("TORCHINDUCTOR_COMPILE_THREADS", "1")  # no processes for that, which import torch
@@ -89,31 +89,33 @@ def test_a_second_run_finds_the_code_of_the_first(lowdim, tmp_path, monkeypatch)
     monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR")
     monkeypatch.setenv("FLEXOR_CACHE", str(tmp_path / "cache"))
     folder = tmp_path / "cache/compiled"
-    said = []
+    logged = []
     for name in ("first", "second"):
-        flags = runs.flags(lowdim, tmp_path / name, own, "--steps=3", "--compile")
+        flags = runs.flags(lowdim, tmp_path / name, blocks, "--steps=3", "--compile")
         process = runs.start("train", *flags)
         _, errors = process.communicate(timeout=LIMIT_S)
         assert process.returncode == 0, errors
-        said.append(told(errors.splitlines()))
-    (first,), (second,) = said  # one line each, though there are three steps
+        logged.append(told(errors.splitlines()))
+    (first,), (second,) = logged  # one line each, though there are three steps
     assert "compiled 1 block(s) in " in first
     assert first.endswith(f"; the next run with the same settings takes them from the cache ({folder})")
     assert f"took 1 compiled block(s) from the cache ({folder}) in " in second
 
 
 @pytest.mark.slow
-def test_compiling_again_is_told_and_the_users_folder_is_kept(own, lowdim, tmp_path, monkeypatch, log_lines):
+def test_compiling_again_is_told_and_the_users_folder_is_kept(
+    blocks, lowdim, tmp_path, monkeypatch, log_lines
+):
     monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="aot_eager"))
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "own"))
     torch._dynamo.reset()  # other tests compile the same policy
-    policy = make_own(own, lowdim)
+    policy = make_own(blocks, lowdim)
     compile_blocks(policy, torch.device("cpu"))
     assert os.environ["TORCHINDUCTOR_CACHE_DIR"] == str(tmp_path / "own")
     compiling = CompileTime(policy)
     for batch in (4, 4, 5, 6):
         policy.block(torch.zeros(batch, 2)).sum().backward()
-        compiling.tell()
+        compiling.log()
     first, again, *_ = told(log_lines)  # the third size is compiled for any, or checked once more
     assert first.startswith("compiled 1 block(s) in ") and again.endswith(" (again, for other inputs)")
     assert compiling.seconds > 0
@@ -123,23 +125,23 @@ def told(lines: list[str]) -> list[str]:
     return [line for line in lines if "block(s)" in line]
 
 
-def make_own(own: list[str], data: Path) -> Policy:
-    config = load_config([*own, f"--dataset.root={data}"])
+def make_own(blocks: list[str], data: Path) -> Policy:
+    config = load_config([*blocks, f"--dataset.root={data}"])
     return make_policy(config)
 
 
 @pytest.mark.gpu
-def test_kernels_of_triton_compute_the_same_run(own, lowdim, tmp_path):
+def test_kernels_of_triton_compute_the_same_run(blocks, lowdim, tmp_path):
     flags = ["--policy.device=cuda", "--precision=no", "--step=eager"]
-    train_both(lowdim, tmp_path, [*own, *flags], close=1e-3)
+    train_both(lowdim, tmp_path, [*blocks, *flags], close=1e-3)
 
 
 def held_out(run: Path) -> list[float]:
     return [line["held_out_loss"] for line in runs.metrics(run) if "held_out_loss" in line]
 
 
-def test_a_policy_without_blocks_is_refused(own, lowdim, tmp_path, capsys):
-    flags = runs.flags(lowdim, tmp_path / "run", own, "--compile", "--policy.blocks=0", "--steps=1")
+def test_a_policy_without_blocks_is_refused(blocks, lowdim, tmp_path, capsys):
+    flags = runs.flags(lowdim, tmp_path / "run", blocks, "--compile", "--policy.blocks=0", "--steps=1")
     assert main(["train", *flags]) == 2
     assert "has no blocks to compile" in capsys.readouterr().err
 

@@ -65,11 +65,11 @@ def _last_line(run: Path) -> str:
         return ""
 
 
-def assert_named(run: Path, verdict: str, *, others: bool = True) -> Diagnosis:
+def assert_named(run: Path, verdict: str, *, others_allowed: bool = True) -> Diagnosis:
     """The only finding is `verdict`. If other processes use the machine, there may be further findings."""
     diagnosis = diagnose_run(run).diagnosis
     names = [finding.name for finding in diagnosis.findings]
-    if others and slow_runs.others_use(run) > 0.3:
+    if others_allowed and slow_runs.others_use(run) > 0.3:
         if is_alarm(verdict) and verdict not in names:
             pytest.skip(f"other processes use this machine: {names}")
         return diagnosis
@@ -81,8 +81,8 @@ def assert_named(run: Path, verdict: str, *, others: bool = True) -> Diagnosis:
 def test_a_slow_disk(dataset, tiny_act, tmp_path, capsys):
     slow = functools.partial(slow_runs.slow_disk, 0.15)
     run = train(tmp_path, dataset, tiny_act, *UNCACHED, before=slow)
-    found = assert_named(run, "data-bound (disk)")
-    assert any(fix.flag == "--num_workers=2" for one in found.findings for fix in one.fixes)
+    diagnosis = assert_named(run, "data-bound (disk)")
+    assert any(fix.flag == "--num_workers=2" for finding in diagnosis.findings for fix in finding.fixes)
     # and so say the log, the record, the lines of the metrics, and the command
     last = runs.metrics(run)[-1]
     assert last["loader"]["read_s"] > last["loader"]["decode_s"]
@@ -91,7 +91,7 @@ def test_a_slow_disk(dataset, tiny_act, tmp_path, capsys):
     assert f"diagnosis: {last['verdict']['verdict']}" in (run / "train.log").read_text()
     assert cli.main(["diagnose", str(run), "--json"]) == 0
     (told,) = json.loads(capsys.readouterr().out)["runs"]
-    assert told["verdict"] == found.findings[0].name and told["evidence"] and told["figures"]
+    assert told["verdict"] == diagnosis.findings[0].name and told["evidence"] and told["figures"]
 
 
 @pytest.mark.ranks(waits=True)
@@ -127,8 +127,8 @@ def test_decoding(tiny_act, tmp_path):
     data = slow_runs.write_large_videos(tmp_path / "data")
     flags = (*UNCACHED, "--dataset.cache.size=32x32")
     run = train(tmp_path, data, tiny_act, *flags)
-    found = assert_named(run, "data-bound (decode)")
-    (decoding,) = [one for one in found.findings if one.name == "data-bound (decode)"]
+    diagnosis = assert_named(run, "data-bound (decode)")
+    (decoding,) = [finding for finding in diagnosis.findings if finding.name == "data-bound (decode)"]
     assert "--dataset.cache.tier=ram" in [fix.flag for fix in decoding.fixes]
     assert runs.metrics(run)[-1]["loader"]["frames_decoded"] > 0
 
@@ -155,9 +155,9 @@ def stop_for_a_while(process: runs.Forked) -> None:
 @pytest.mark.ranks(waits=True)
 def test_a_process_that_is_stopped_again_and_again(lowdim, tiny_act, tmp_path):
     run = train(tmp_path, lowdim, tiny_act, meanwhile=stop_for_a_while)
-    found = diagnose_run(run).diagnosis  # what waits for a stopped thread may be listed after it
-    names = [one.name for one in found.findings if one.name != STARVED]
-    assert names[:1] == ["starved by its CPU limit"], found.to_json()
+    diagnosis = diagnose_run(run).diagnosis  # what waits for a stopped thread may be listed after it
+    names = [finding.name for finding in diagnosis.findings if finding.name != STARVED]
+    assert names[:1] == ["starved by its CPU limit"], diagnosis.to_json()
 
 
 @pytest.mark.ranks(waits=True)
@@ -174,15 +174,15 @@ def test_a_process_that_is_stopped_again_and_again(lowdim, tiny_act, tmp_path):
 )
 def test_pauses_at_every_step(lowdim, tiny_act, tmp_path, verdict, flags, before):
     run = train(tmp_path, lowdim, tiny_act, *flags, before=before)
-    found = {finding.name: finding for finding in assert_named(run, verdict).findings}
-    assert flags[-1].replace("=1", "=") in for_line(found[verdict])["change"]
+    findings = {finding.name: finding for finding in assert_named(run, verdict).findings}
+    assert flags[-1].replace("=1", "=") in for_line(findings[verdict])["change"]
 
 
 @pytest.mark.ranks(waits=True)
 def test_a_healthy_run_gets_no_alarm(lowdim, tiny_act, tmp_path):
     run = train(tmp_path, lowdim, tiny_act, "--log_freq=10")
-    found = assert_named(run, "compute-bound (CPU)")
-    if found.healthy:
+    diagnosis = assert_named(run, "compute-bound (CPU)")
+    if diagnosis.healthy:
         assert "compute-bound (CPU)" in (run / "train.log").read_text()
 
 
@@ -221,7 +221,7 @@ def test_on_a_gpu(dataset, tmp_path, flags, verdict):
         "--system_every_s=0.5",
     )
     assert cli.main(["train", *base, *flags]) == 0
-    found = diagnose_run(run).diagnosis
-    if found.verdict is not None and "compute on its GPU" in found.verdict.evidence:
-        pytest.skip(f"this GPU is not free: {found.verdict.evidence}")
-    assert found.verdict is not None and found.verdict.name == verdict, found.to_json()
+    diagnosis = diagnose_run(run).diagnosis
+    if diagnosis.verdict is not None and "compute on its GPU" in diagnosis.verdict.evidence:
+        pytest.skip(f"this GPU is not free: {diagnosis.verdict.evidence}")
+    assert diagnosis.verdict is not None and diagnosis.verdict.name == verdict, diagnosis.to_json()

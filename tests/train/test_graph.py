@@ -83,7 +83,7 @@ def test_what_a_plan_asks_is_what_the_trainer_asks():
 
 
 @pytest.mark.parametrize(
-    ("where", "more", "reason"),
+    ("engine", "more", "named"),
     [
         ({"on_nvidia": False}, {}, "NVIDIA"),
         ({"on_nvidia": True, "world_size": 2}, {}, "2 processes"),
@@ -91,12 +91,12 @@ def test_what_a_plan_asks_is_what_the_trainer_asks():
         ({"on_nvidia": True}, {"activation_checkpointing": True}, "activation_checkpointing"),
     ],
 )
-def test_runs_without_a_graph(where, more, reason):
+def test_runs_without_a_graph(engine, more, named):
     config = TrainConfig(policy=ACTConfig(), **more)
-    found = why_not(config, **where)
-    assert found is not None and reason in found and not wants_graph(config, found)
+    reason = why_not(config, **engine)
+    assert reason is not None and named in reason and not wants_graph(config, reason)
     with pytest.raises(ConfigError, match="step=graph"):
-        wants_graph(replace(config, step="graph"), found)
+        wants_graph(replace(config, step="graph"), reason)
     assert wants_graph(config, None) and not wants_graph(replace(config, step="eager"), None)
 
 
@@ -134,15 +134,15 @@ def test_a_graph_for_each_part_of_which_the_time_is_taken(monkeypatch):
 @pytest.fixture
 def replays(monkeypatch) -> list[int]:
     """The steps that were replayed."""
-    found: list[int] = []
+    captures: list[int] = []
     replay = GraphStep._replay
 
     def noted(self, *arguments):
-        found.append(self.state.step)
+        captures.append(self.state.step)
         return replay(self, *arguments)
 
     monkeypatch.setattr(GraphStep, "_replay", noted)
-    return found
+    return captures
 
 
 def train(data: Path, folder: Path, policy: list[str], *more: str) -> Path:
@@ -159,10 +159,10 @@ def figures(run: Path) -> list[dict]:
     return [{k: v for k, v in line.items() if computed.fullmatch(k)} for line in lines if "loss" in line]
 
 
-def assert_same(one: Path, other: Path) -> None:
-    assert figures(one) == figures(other)
+def assert_same(run: Path, other: Path) -> None:
+    assert figures(run) == figures(other)
     left, right = (
-        load_file(run / "checkpoints/last/pretrained_model/model.safetensors") for run in (one, other)
+        load_file(run / "checkpoints/last/pretrained_model/model.safetensors") for run in (run, other)
     )
     assert left.keys() == right.keys()
     assert [name for name in left if not torch.equal(left[name], right[name])] == []
@@ -242,7 +242,7 @@ def test_compiled_blocks_are_captured(dataset, tiny_act, tmp_path, replays):
 @pytest.mark.gpu
 def test_a_resumed_run_is_the_uninterrupted_one(small, tmp_path, replays):
     data, policy = small
-    whole = train(
+    uninterrupted = train(
         data,
         tmp_path / "whole",
         policy,
@@ -251,10 +251,10 @@ def test_a_resumed_run_is_the_uninterrupted_one(small, tmp_path, replays):
         "--ema.enable=true",
         "--step=graph",
     )
-    cut = runs.cut_back(whole, tmp_path / "cut", 4)
+    cut = runs.cut_back(uninterrupted, tmp_path / "cut", 4)
     assert main(["resume", str(cut)]) == 0
     assert replays
-    assert_same(whole, cut)
+    assert_same(uninterrupted, cut)
 
 
 @pytest.mark.gpu
@@ -276,16 +276,18 @@ def test_adapters_and_held_out_losses_between_replays(dataset, tiny_act, tmp_pat
 @pytest.mark.gpu
 def test_what_cant_be_captured_runs_without_a_graph_and_is_named(lowdim, tmp_path, replays, capsys, caplog):
     (tmp_path / "own.py").write_text(OWN)
-    own = [f"--policy.type={tmp_path / 'own.py'}:Own"]
-    eager = train(lowdim, tmp_path / "eager", own, "--steps=6", "--step=eager")
-    auto = train(lowdim, tmp_path / "auto", own, "--steps=6", "--step=auto")
+    settings = [f"--policy.type={tmp_path / 'own.py'}:Own"]
+    eager = train(lowdim, tmp_path / "eager", settings, "--steps=6", "--step=eager")
+    auto = train(lowdim, tmp_path / "auto", settings, "--steps=6", "--step=auto")
     assert_same(eager, auto)
     line = f"{tmp_path / 'own.py'}:{1 + OWN.splitlines().index(next(x for x in OWN.splitlines() if 'item()' in x))}"
     assert replays == [] and line in caplog.text
-    flags = runs.flags(lowdim, tmp_path / "no", [*own, "--policy.device=cuda"], "--steps=6", "--step=graph")
+    flags = runs.flags(
+        lowdim, tmp_path / "no", [*settings, "--policy.device=cuda"], "--steps=6", "--step=graph"
+    )
     assert main(["train", *flags]) == 2
     assert line in capsys.readouterr().err
-    again = train(lowdim, tmp_path / "again", [*own, "--policy.asks=false"], "--steps=6", "--step=graph")
+    again = train(lowdim, tmp_path / "again", [*settings, "--policy.asks=false"], "--steps=6", "--step=graph")
     assert replays == list(range(WARM_UP, 6)) and again
 
 
@@ -294,7 +296,7 @@ def test_a_loss_that_is_no_number_is_found_at_the_same_step(
     lowdim, tiny_act, tmp_path, capsys, replays, monkeypatch
 ):
     """A sample of step 6 is spoiled."""
-    found = []
+    losses = []
     real = Loader.steps
 
     def spoiled(self, start, stop):
@@ -308,5 +310,5 @@ def test_a_loss_that_is_no_number_is_found_at_the_same_step(
         flags = ["--policy.device=cuda", "--steps=30", f"--step={how}", "--deterministic=true"]
         act = [flag for flag in tiny_act if "device" not in flag]
         assert main(["train", *runs.flags(lowdim, tmp_path / how, act, *flags)]) == 1
-        found.append(capsys.readouterr().err.splitlines()[-1].replace(how, ""))
-    assert found[0] == found[1] and "The loss of step 7 is nan" in found[0] and replays
+        losses.append(capsys.readouterr().err.splitlines()[-1].replace(how, ""))
+    assert losses[0] == losses[1] and "The loss of step 7 is nan" in losses[0] and replays

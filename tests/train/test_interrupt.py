@@ -32,7 +32,7 @@ EVERY_STEP = [f"--steps={STEPS}", "--save_freq=1"]
 
 
 @pytest.fixture(scope="module")
-def whole(lowdim, tiny_act, tmp_path_factory) -> Path:
+def uninterrupted(lowdim, tiny_act, tmp_path_factory) -> Path:
     """The run that nothing happened to."""
     return runs.train(lowdim, tmp_path_factory.mktemp("whole") / "run", tiny_act, *EVERY_STEP)
 
@@ -46,7 +46,7 @@ def steps_done(run: Path) -> int:
 
 @pytest.mark.ranks
 @pytest.mark.parametrize("seed", range(4))
-def test_killed_at_random_instants(seed, whole, lowdim, tiny_act, tmp_path):
+def test_killed_at_random_instants(seed, uninterrupted, lowdim, tiny_act, tmp_path):
     """Saving every step, most instants lie inside of a save."""
     rng = random.Random(seed)
     run, after = tmp_path / "run", rng.randint(2, 8)
@@ -57,7 +57,7 @@ def test_killed_at_random_instants(seed, whole, lowdim, tiny_act, tmp_path):
     process.end()
     runs.assert_checkpoints_whole(run)
     assert main(["resume", str(run)]) == 0
-    runs.assert_same(whole, run, STEPS)
+    runs.assert_same(uninterrupted, run, STEPS)
     runs.assert_checkpoints_whole(run)
     assert [p.name for p in (run / "checkpoints").iterdir() if p.name.startswith(".")] == []
 
@@ -86,7 +86,9 @@ INSTANTS = [
 
 @pytest.mark.ranks
 @pytest.mark.parametrize("owner, name, call", INSTANTS)
-def test_killed_at_each_kind_of_instant_of_a_save(owner, name, call, whole, lowdim, tiny_act, tmp_path):
+def test_killed_at_each_kind_of_instant_of_a_save(
+    owner, name, call, uninterrupted, lowdim, tiny_act, tmp_path
+):
     """Before a rename, before `last` moves, between two files, while an old checkpoint is being removed."""
     run = tmp_path / "run"
     flags = runs.flags(lowdim, run, tiny_act, *EVERY_STEP, "--checkpoint.keep_last=2")
@@ -103,7 +105,7 @@ def test_killed_at_each_kind_of_instant_of_a_save(owner, name, call, whole, lowd
         assert main(["resume", str(run)]) == 1
         return
     assert main(["resume", str(run)]) == 0
-    runs.assert_same(whole, run, STEPS)
+    runs.assert_same(uninterrupted, run, STEPS)
     assert sorted(p.name for p in (run / "checkpoints").iterdir()) == ["000009", "000010", "last"]
 
 
@@ -305,7 +307,7 @@ def test_full_disk_costs_no_line_of_metrics(small_disk, lowdim, tiny_act, tmp_pa
     """Training goes on; the lines are written once there is room, and none is cut off."""
     from flexor.train.run_log import RunLog
 
-    run, tell = small_disk / "run", RunLog.tell_steps
+    run, log_steps = small_disk / "run", RunLog.log_steps
 
     def full_for_a_while(self, batches):
         if self.state.step == 3:
@@ -314,11 +316,11 @@ def test_full_disk_costs_no_line_of_metrics(small_disk, lowdim, tiny_act, tmp_pa
             lines = (run / "metrics.jsonl").read_text()
             assert lines.endswith("\n") and len(lines.splitlines()) < 6
             (small_disk / "filler").unlink()
-        tell(self, batches)
+        log_steps(self, batches)
 
-    monkeypatch.setattr(RunLog, "tell_steps", full_for_a_while)
+    monkeypatch.setattr(RunLog, "log_steps", full_for_a_while)
     runs.train(lowdim, run, tiny_act, "--steps=9")
-    monkeypatch.setattr(RunLog, "tell_steps", tell)
+    monkeypatch.setattr(RunLog, "log_steps", log_steps)
     again = runs.train(lowdim, tmp_path / "again", tiny_act, "--steps=9")
     assert sum("can't write to" in line and "metrics.jsonl" in line for line in log_lines) == 1
     runs.assert_same(again, run, 9)
@@ -326,14 +328,14 @@ def test_full_disk_costs_no_line_of_metrics(small_disk, lowdim, tiny_act, tmp_pa
 
 def test_a_run_begins_to_resume_on_a_full_disk(small_disk, lowdim, tiny_act, tmp_path, capsys):
     """It may have checkpoints to remove. What only tells about the run is not worth its end."""
-    whole = runs.train(lowdim, tmp_path / "whole", tiny_act, "--steps=4", "--save_freq=2")
-    run = runs.cut_back(whole, small_disk / "run", 2)
+    uninterrupted = runs.train(lowdim, tmp_path / "whole", tiny_act, "--steps=4", "--save_freq=2")
+    run = runs.cut_back(uninterrupted, small_disk / "run", 2)
     leave_free(small_disk, 0)
     assert main(["resume", str(run)]) == 1
     assert "Can't save the checkpoint of step 4" in capsys.readouterr().err
     (small_disk / "filler").unlink()
     assert main(["resume", str(run)]) == 0
-    runs.assert_same(whole, run, 4)
+    runs.assert_same(uninterrupted, run, 4)
 
 
 @pytest.mark.ranks
@@ -353,8 +355,8 @@ def test_file_size_limit(lowdim, tiny_act, tmp_path):
 
 
 @pytest.fixture
-def three(whole, tmp_path) -> Path:
-    return runs.cut_back(whole, tmp_path / "three", 3)
+def three(uninterrupted, tmp_path) -> Path:
+    return runs.cut_back(uninterrupted, tmp_path / "three", 3)
 
 
 def truncate(path: Path) -> None:
@@ -393,25 +395,25 @@ def test_damaged_manifest(text, three, capsys):
     assert "manifest.json" in error and "000002" in error
 
 
-def test_moving_the_damaged_one_away_helps(three, whole, tmp_path):
+def test_moving_the_damaged_one_away_helps(three, uninterrupted, tmp_path):
     flip(three / "checkpoints" / "000003" / "pretrained_model" / "model.safetensors")
     (three / "checkpoints" / "000003").rename(tmp_path / "away")
     assert main(["resume", str(three)]) == 0
-    runs.assert_same(whole, three, STEPS)
+    runs.assert_same(uninterrupted, three, STEPS)
 
 
-def test_folder_without_a_manifest_is_left_aside_and_said(three, whole, log_lines):
+def test_folder_without_a_manifest_is_left_aside_and_said(three, uninterrupted, log_lines):
     (three / "checkpoints" / "000003" / checkpoint.MANIFEST).unlink()
     assert main(["resume", str(three)]) == 0
     assert any("000003 has no manifest" in line for line in log_lines)
-    runs.assert_same(whole, three, STEPS)
+    runs.assert_same(uninterrupted, three, STEPS)
 
 
-def test_half_a_line_of_metrics(three, whole):
+def test_half_a_line_of_metrics(three, uninterrupted):
     with (three / "metrics.jsonl").open("a") as file:
         file.write('{"step": 3, "lo')
     assert main(["resume", str(three)]) == 0
-    runs.assert_same(whole, three, STEPS)
+    runs.assert_same(uninterrupted, three, STEPS)
 
 
 # One folder, one run
@@ -446,11 +448,11 @@ def test_folder_in_use_before_its_settings_are_written(lowdim, tiny_act, tmp_pat
     assert not run.exists()
 
 
-def test_finished_run_is_not_overwritten(whole, lowdim, tiny_act, capsys):
-    before = json.dumps(runs.metrics(whole))
-    assert main(["train", *runs.flags(lowdim, whole, tiny_act, "--steps=1")]) == 2
-    assert f"flexor resume {whole}" in capsys.readouterr().err
-    assert json.dumps(runs.metrics(whole)) == before
+def test_finished_run_is_not_overwritten(uninterrupted, lowdim, tiny_act, capsys):
+    before = json.dumps(runs.metrics(uninterrupted))
+    assert main(["train", *runs.flags(lowdim, uninterrupted, tiny_act, "--steps=1")]) == 2
+    assert f"flexor resume {uninterrupted}" in capsys.readouterr().err
+    assert json.dumps(runs.metrics(uninterrupted)) == before
 
 
 def test_folder_with_other_things_is_not_touched(lowdim, tiny_act, tmp_path, capsys):

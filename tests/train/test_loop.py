@@ -39,36 +39,36 @@ from support import runs
 def test_accumulation_is_the_larger_batch(lowdim, tiny_act, tmp_path):
     """The same samples, noise and masked mean; sums in another order, hence the tolerance of 1e-5."""
     more = ["--steps=4", "--policy.dropout=0", "--optimizer.type=sgd", "--optimizer.lr=0.01"]
-    found = []
+    results = []
     for batch, accumulation in ((8, 1), (4, 2), (2, 4)):
         split = [f"--batch_size={batch}", f"--gradient_accumulation_steps={accumulation}"]
         run = runs.train(lowdim, tmp_path / f"{batch}", tiny_act, *more, *split)
-        found.append((runs.figures(run), runs.tensors(run, 4)))
-    (figures, weights), *others = found
-    for other_figures, other_weights in others:
-        for one, other in zip(figures, other_figures, strict=True):
-            assert one == pytest.approx(other, rel=1e-5)
+        results.append((runs.figures(run), runs.tensors(run, 4)))
+    (figures, weights), *rest = results
+    for other_figures, other_weights in rest:
+        for line, expected in zip(figures, other_figures, strict=True):
+            assert line == pytest.approx(expected, rel=1e-5)
         for name, value in weights.items():
             torch.testing.assert_close(value, other_weights[name], rtol=1e-5, atol=1e-6)
 
 
 def test_accumulation_draws_the_same_noise(lowdim, tiny_act, tmp_path, monkeypatch):
     """Noise depends on the sample and the step, so splitting the batch splits the noise."""
-    drawn: dict[int, dict[tuple[int, int], list[float]]] = {}
+    noises: dict[int, dict[tuple[int, int], list[float]]] = {}
     original = Noise.normal
     batch = 0
 
     def spy(self, name, shape):
         values = original(self, name, shape)
         for sample, row in zip(self.sample_ids.tolist(), values):
-            drawn.setdefault(batch, {})[self.step, sample] = row.tolist()
+            noises.setdefault(batch, {})[self.step, sample] = row.tolist()
         return values
 
     monkeypatch.setattr(Noise, "normal", spy)
     for batch in (8, 2):
         split = [f"--batch_size={batch}", f"--gradient_accumulation_steps={8 // batch}"]
         runs.train(lowdim, tmp_path / f"{batch}", tiny_act, "--steps=3", *split)
-    assert drawn[8] == drawn[2] and len(drawn[8]) == 24
+    assert noises[8] == noises[2] and len(noises[8]) == 24
 
 
 def test_dropout_depends_on_the_step_and_not_on_what_was_drawn_before():
@@ -133,10 +133,10 @@ def test_metrics_are_json_even_when_fp16_overflows(lowdim, tiny_act, tmp_path):
     more = ["--steps=3", "--precision=fp16", "--policy.kl_weight=100"]
     run = runs.train(lowdim, tmp_path / "run", tiny_act, *more)
     lines = (run / "metrics.jsonl").read_text().splitlines()
-    found = [
+    losses = [
         json.loads(line, parse_constant=lambda name: pytest.fail(f"{name} is not JSON")) for line in lines
     ]
-    assert None in [line["grad_norm"] for line in found]
+    assert None in [line["grad_norm"] for line in losses]
 
 
 # Held-out episodes and evaluation
@@ -161,7 +161,7 @@ def test_split_is_lerobots(tasks, share):
     by_task: dict[int, list[int]] = {}
     for number, task in enumerate(tasks):
         by_task.setdefault(task, []).append(number * 2)
-    expected = [e for own in by_task.values() for e in own[len(own) - math.ceil(len(own) * share) :]]
+    expected = [e for task in by_task.values() for e in task[len(task) - math.ceil(len(task) * share) :]]
     if len(expected) == len(tasks):
         with pytest.raises(ConfigError, match="eval_split"):
             split_episodes(Data, share)
@@ -179,12 +179,12 @@ def state_of(lowdim, tiny_act, tmp_path, *more):
 
 
 def test_held_out_loss_is_one_number_whatever_the_batch(lowdim, tiny_act, tmp_path):
-    found = []
+    losses = []
     for batch in (1, 4, 7, 100):
         state, dataset = state_of(lowdim, tiny_act, tmp_path, f"--batch_size={batch}")
-        found += [held_out_loss(state, dataset), held_out_loss(state, dataset)]
+        losses += [held_out_loss(state, dataset), held_out_loss(state, dataset)]
         assert state.policy.training
-    assert found[0] == found[1] and found == pytest.approx([found[0]] * 8, rel=1e-5)
+    assert losses[0] == losses[1] and losses == pytest.approx([losses[0]] * 8, rel=1e-5)
 
 
 def test_held_out_samples_can_be_limited(lowdim, tiny_act, tmp_path, monkeypatch):
@@ -244,12 +244,12 @@ def test_retention(every, steps, keep_last, keep_every):
             checkpoint.point_last_at(made.parent.parent)
             before = list(checkpoint.complete(root))
             removed = checkpoint.prune(root, keep_last, keep_every)
-            kept = list(checkpoint.complete(root))
-            assert sorted(kept + removed) == before
-            assert step in kept and (root / "last").resolve().name == f"{step:06d}"
+            left = list(checkpoint.complete(root))
+            assert sorted(left + removed) == before
+            assert step in left and (root / "last").resolve().name == f"{step:06d}"
         always = {s for s in saved if keep_every and s % keep_every == 0}
         expected = set(saved) if keep_last is None else set(saved[-keep_last:]) | always
-        assert set(kept) == expected
+        assert set(left) == expected
 
 
 def test_names_of_checkpoints_are_lerobots():

@@ -210,12 +210,12 @@ def test_many_processes_train_the_same_adapters(strategy, begin, base, lowdim, t
     many = [f"--parallel.strategy={strategy}", "--checkpoint.export=false"]
     ranks.run(tmp_path / "2", 2, command(tmp_path / "many", 2, *many, "--save_checkpoint=true"))
     assert ranks.losses(tmp_path / "many") == pytest.approx(ranks.losses(tmp_path / "alone"), rel=1e-5)
-    one, other = weights(tmp_path / "alone"), weights(tmp_path / "many")
-    assert ranks.apart(one, other) < 5e-5
-    assert not any(is_adapter(name) for name in other)
+    alone, several = weights(tmp_path / "alone"), weights(tmp_path / "many")
+    assert ranks.apart(alone, several) < 5e-5
+    assert not any(is_adapter(name) for name in several)
     if strategy == "fsdp":  # of a checkpoint that was saved in shards only
         first = tmp_path / "many" / "checkpoints" / "000003"
         assert not (first / PRETRAINED / WEIGHTS).exists()
         assert main(["export", str(first)]) == 0
-        assert load_file(first / PRETRAINED / WEIGHTS).keys() == one.keys()
+        assert load_file(first / PRETRAINED / WEIGHTS).keys() == alone.keys()
         assert (first / PRETRAINED / "adapter").is_dir() == (begin == "checkpoint")

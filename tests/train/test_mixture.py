@@ -48,17 +48,17 @@ WAYS = {
 def test_resumed_run_is_bitwise_the_uninterrupted_one(way, lowdim, other, tiny_act, tmp_path, log_lines):
     both = f"{lowdim},{other}"
     more = [f"--steps={STEPS}", "--save_freq=3", *WAYS[way]]
-    whole = runs.train(both, tmp_path / "whole", tiny_act, *more)
-    cut = runs.cut_back(whole, tmp_path / "cut", 3)
+    uninterrupted = runs.train(both, tmp_path / "whole", tiny_act, *more)
+    cut = runs.cut_back(uninterrupted, tmp_path / "cut", 3)
     assert main(["resume", str(cut)]) == 0
-    runs.assert_same(whole, cut, STEPS)
-    seen = [line["datasets"] for line in runs.metrics(whole) if "loss" in line]
-    assert seen == [line["datasets"] for line in runs.metrics(cut) if "loss" in line]
-    assert [sum(each["samples"] for each in line.values()) for line in seen] == [
+    runs.assert_same(uninterrupted, cut, STEPS)
+    counts = [line["datasets"] for line in runs.metrics(uninterrupted) if "loss" in line]
+    assert counts == [line["datasets"] for line in runs.metrics(cut) if "loss" in line]
+    assert [sum(each["samples"] for each in line.values()) for line in counts] == [
         4 * n for n in range(1, STEPS + 1)
     ]
     share = {"by size": 43 / 74, "weights": 0.75, "per dataset": 1 / 3}.get(way)
-    assert share is None or seen[-1]["lowdim"]["share"] == pytest.approx(share, abs=0.05)
+    assert share is None or counts[-1]["lowdim"]["share"] == pytest.approx(share, abs=0.05)
     told = [line for line in log_lines if f"step {STEPS}  loss" in line]
     assert told and all("lowdim" in line and "other" in line and "epochs" in line for line in told)
 
@@ -77,8 +77,10 @@ def test_what_changed_is_refused(lowdim, other, tiny_act, tmp_path, capsys):
 
 
 def test_no_dataset_is_held_out_as_a_whole(lowdim, tmp_path, tiny_act, capsys):
-    one = write_lowdim(tmp_path / "one", (9,))
-    flags = runs.flags(f"{lowdim},{one}", tmp_path / "run", tiny_act, "--steps=1", "--dataset.eval_split=0.1")
+    short = write_lowdim(tmp_path / "one", (9,))
+    flags = runs.flags(
+        f"{lowdim},{short}", tmp_path / "run", tiny_act, "--steps=1", "--dataset.eval_split=0.1"
+    )
     assert main(["train", *flags]) != 0
     assert "holds out all episodes of one" in capsys.readouterr().err
 
@@ -135,8 +137,8 @@ def test_other_lengths_need_a_policy_that_pads(lowdim, tmp_path, tiny_act, capsy
         writer.save_episode("push")
     flags = runs.flags(f"{lowdim},{tmp_path / 'longer'}", tmp_path / "run", tiny_act, "--steps=1")
     assert main(["train", *flags]) != 0
-    assert "[2] in lowdim, [3] in longer" in (said := capsys.readouterr().err)
-    assert "pi0, pi05, pi0_fast and smolvla" in said
+    assert "[2] in lowdim, [3] in longer" in (error := capsys.readouterr().err)
+    assert "pi0, pi05, pi0_fast and smolvla" in error
 
 
 def test_plan_of_several_datasets(lowdim, other, tiny_act, capsys):
@@ -190,12 +192,12 @@ def test_weighted_loss_is_exact_on_resume_and_what_it_should_be(lowdim, tiny_act
     file = weights_file(tmp_path / "weights.parquet", 43)
     more = [f"--steps={STEPS}", "--save_freq=3", "--policy.dropout=0"]
     weighting = ["--sample_weighting.type=file", f"--sample_weighting.progress_path={file}"]
-    whole = runs.train(lowdim, tmp_path / "whole", tiny_act, *more, *weighting)
-    cut = runs.cut_back(whole, tmp_path / "cut", 3)
+    uninterrupted = runs.train(lowdim, tmp_path / "whole", tiny_act, *more, *weighting)
+    cut = runs.cut_back(uninterrupted, tmp_path / "cut", 3)
     assert main(["resume", str(cut)]) == 0
-    runs.assert_same(whole, cut, STEPS)
+    runs.assert_same(uninterrupted, cut, STEPS)
     plain = runs.train(lowdim, tmp_path / "plain", tiny_act, *more)
-    assert runs.figures(plain)[0]["loss"] != runs.figures(whole)[0]["loss"]
+    assert runs.figures(plain)[0]["loss"] != runs.figures(uninterrupted)[0]["loss"]
     same = tmp_path / "same.parquet"
     pq.write_table(pa.table({"index": np.arange(43), "weight": np.full(43, 7.0)}), same)
     weighting[1] = f"--sample_weighting.progress_path={same}"
@@ -238,9 +240,9 @@ def test_where_weights_come_from(lowdim, other, tmp_path):
     mix = f"--dataset.mix=[{{root: {lowdim}, weights_path: {file}}}, {{root: {other}, weights_path: {file}}}]"
     config = load_config([mix, "--policy.type=act", "--sample_weighting.type=file"])
     dataset, _ = build_datasets(config.dataset)
-    own = np.arange(43) % 4 / 2
-    found = weigh_samples(config, dataset).columns[SAMPLE_WEIGHT]
-    assert np.array_equal(found, np.concatenate([own, own[:31]]))
+    weights = np.arange(43) % 4 / 2
+    column = weigh_samples(config, dataset).columns[SAMPLE_WEIGHT]
+    assert np.array_equal(column, np.concatenate([weights, weights[:31]]))
 
 
 def test_progress_of_the_dataset_itself(lowdim, tmp_path):

@@ -21,7 +21,7 @@ from flexor.policies.nn.denoising import DenoisingPolicy
 from flexor.policies.nn.diffusion import DiffusionSchedule
 from flexor.policies.pi0_fast.action_tokens import ActionVocabulary
 from flexor.policies.processing.pipeline import StepContext
-from flexor.train.stopping import OnTheWay
+from flexor.train.stopping import AsyncHostCopy
 from parity.multi_task_dit.clips import make_clips
 from parity.smolvla.vlms import make_vlms
 from support.image_transforms import ALL
@@ -43,9 +43,9 @@ def config(request, tmp_path):
 
 
 def test_training_steps_read_no_value_on_the_host(config):
-    asked = [asked.name for asked in trace_step(config, 2, H200).asked]
+    requests = [request.name for request in trace_step(config, 2, H200).asked]
     once = ["item"] if config.policy.type == "vqbet" else []  # whether its vocabulary is there, as it begins
-    assert asked == once
+    assert requests == once
 
 
 def observation(policy: PolicyConfig) -> Batch:
@@ -80,7 +80,7 @@ def test_predictions_read_no_value_on_the_host(config):
         batch = rehearsed_processing(config.policy)(observation(config.policy), StepContext(noise=noise))
         dialect.asked.clear()
         predict(policy, {**batch, MEMORY: {}}, noise)
-    assert [asked.name for asked in dialect.asked] == []
+    assert [request.name for request in dialect.asked] == []
 
 
 @pytest.fixture
@@ -114,17 +114,19 @@ def test_torch_sees_no_step_wait(config):
 
 
 def test_values_arrive():
-    arrived = OnTheWay(torch.tensor([1.0, 0.0]), torch.tensor(2.5), nn.Parameter(torch.tensor(float("nan"))))
-    (loss, signal), norm, own = arrived.arrived()
-    assert (loss, signal, norm) == (1, 0, 2.5) and own != own
+    nan = nn.Parameter(torch.tensor(float("nan")))
+    (loss, signal), norm, local_loss = AsyncHostCopy(
+        torch.tensor([1.0, 0.0]), torch.tensor(2.5), nan
+    ).values()
+    assert (loss, signal, norm) == (1, 0, 2.5) and local_loss != local_loss
 
 
 @pytest.mark.gpu
 def test_values_arrive_while_the_gpu_works_on():
     loss = torch.full((1,), 3.0, device="cuda")
     torch.cuda.synchronize()
-    on_the_way = OnTheWay(loss)
+    copy = AsyncHostCopy(loss)
     torch.cuda._sleep(2_000_000_000)  # about a second
-    assert on_the_way.arrived() == [[3.0]]
+    assert copy.values() == [[3.0]]
     assert not torch.cuda.current_stream().query()
     torch.cuda.synchronize()

@@ -34,11 +34,11 @@ def dtypes(tensors: dict[str, torch.Tensor]) -> dict[str, set[torch.dtype]]:
 @pytest.mark.parametrize("more", [[], ["--ema.enable", "--gradient_accumulation_steps=2"]])
 def test_resumed_run_is_bitwise_the_uninterrupted_one(more, lowdim, tiny_act, tmp_path):
     flags = [f"--steps={STEPS}", "--save_freq=3", "--dataset.eval_split=0.25", *LOWER, *more]
-    whole = runs.train(lowdim, tmp_path / "whole", tiny_act, *flags)
-    cut = runs.cut_back(whole, tmp_path / "cut", 3)
+    uninterrupted = runs.train(lowdim, tmp_path / "whole", tiny_act, *flags)
+    cut = runs.cut_back(uninterrupted, tmp_path / "cut", 3)
     assert main(["resume", str(cut)]) == 0
-    runs.assert_same(whole, cut, STEPS)
-    last = whole / "checkpoints" / "last"
+    runs.assert_same(uninterrupted, cut, STEPS)
+    last = uninterrupted / "checkpoints" / "last"
     state = load_file(last / TRAINING_STATE / OPTIMIZER)
     assert dtypes(state) == {"matrices": {torch.bfloat16}, "rest": {torch.float32}}
     exported = load_file(last / PRETRAINED / WEIGHTS)
@@ -46,7 +46,7 @@ def test_resumed_run_is_bitwise_the_uninterrupted_one(more, lowdim, tiny_act, tm
         assert {t.dtype for t in load_file(last / TRAINING_STATE / EMA_STATE).values()} == {torch.float32}
         assert {t.dtype for t in exported.values()} == {torch.float32}
     else:
-        parameters = dict(load_pretrained(str(whole)).policy.named_parameters())
+        parameters = dict(load_pretrained(str(uninterrupted)).policy.named_parameters())
         assert dtypes({k: v for k, v in exported.items() if k in parameters})["matrices"] == {torch.bfloat16}
 
 

@@ -192,7 +192,7 @@ def _measure(config: TrainConfig, steps: int, split: Split, device: torch.device
         step()
     step.check_captured()
     if compiling:
-        compiling.tell()
+        compiling.log()
     seconds = statistics.median(seconds_each(step, steps, device) for _ in range(WINDOWS))
     figures: dict[str, Any] = {"step_ms": 1e3 * seconds, "samples_per_s": split.share / seconds}
     if compiling:

@@ -3,8 +3,8 @@
 A run sets marks. Each assigns the time since the previous mark to a part, so the parts add up to all of the time. On a
 GPU a mark is a CUDA event in the training stream. So a part is the time for which it occupies the GPU: the loader
 counts only while the GPU has run out of work, and a copy on another stream only while the step waits for it. Nothing
-waits for an event. It is read when it is complete, a step or two later, because `stopping.Watch` keeps the host from
-running further ahead. On other devices a mark reads the clock.
+waits for an event. It is read when it is complete, a step or two later, because `stopping.StopConditions` keeps the
+host from running further ahead. On other devices a mark reads the clock.
 
 A CUDA graph can record events too, but its next replay, which is queued before this one is complete, records the same
 ones again: a time could be the difference of two steps. So `train.graph` cuts a step into a graph for each part, and

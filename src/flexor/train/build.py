@@ -45,13 +45,13 @@ from flexor.train.ranks.processes import Processes
 from flexor.train.ranks.split import Split
 
 
-def tell_other_names(config: TrainConfig) -> None:
-    """A policy to start from may have been trained under names that its dataset did not have."""
+def mention_rename_map(config: TrainConfig) -> None:
+    """Log the rename_map that the initial policy was trained with, if this run has none."""
     assert config.policy_path is not None
-    renamed = saved_rename_map(find_folder(config.policy_path, ("*.json",)))
-    if renamed and not config.rename_map:
-        said = config.policy_path, json.dumps(renamed)
-        log.info("the rename_map of %s is not used here; to use it, give --rename_map='%s'", *said)
+    saved = saved_rename_map(find_folder(config.policy_path, ("*.json",)))
+    if saved and not config.rename_map:
+        flag = f"--rename_map='{json.dumps(saved)}'"
+        log.info("the rename_map of %s is not used here; to use it, give %s", config.policy_path, flag)
 
 
 def build_engine(config: TrainConfig, processes: Processes, device: torch.device) -> Engine:
@@ -117,19 +117,16 @@ def pick_strategy(config: TrainConfig, processes: Processes, device: torch.devic
     trained = [p for p in parameters if p.requires_grad]
     average = sum(4 * p.numel() for p in trained) if config.ema.enable else 0
     need = sum(p.nbytes for p in parameters) + 3 * sum(p.nbytes for p in trained) + average
+    memory = total_memory() // processes.local_world_size
     if device.type == "cuda":
-        own = torch.cuda.get_device_properties(device).total_memory
-    else:
-        own = total_memory() // processes.local_world_size
-    room = min(processes.gather(own)) // 2
+        memory = torch.cuda.get_device_properties(device).total_memory
+    limit = min(processes.gather(memory)) // 2
     local = min(processes.gather(processes.local_world_size))
     several_hosts = processes.world_size > local
-    strategy = "ddp" if need <= room else "hsdp" if several_hosts and need / local <= room else "fsdp"
+    strategy = "ddp" if need <= limit else "hsdp" if several_hosts and need / local <= limit else "fsdp"
     log.info(
         "parallel.strategy=%s: the model and its optimizer need %s; half of the smallest device's memory is %s",
-        strategy,
-        gigabytes(need),
-        gigabytes(room),
+        *(strategy, gigabytes(need), gigabytes(limit)),
     )
     return strategy
 
@@ -191,10 +188,8 @@ def build_policy(config: TrainConfig, engine: Engine, resuming: bool = False) ->
             if engine.processes.local_rank == 0:
                 verify(weights)
     elif config.lora.r:
-        log.warning(
-            "lora.r=%d without --policy.path: the adapters are added to a policy that was never trained",
-            config.lora.r,
-        )
+        warning = "lora.r=%d without --policy.path: the adapters are added to a policy that was never trained"
+        log.warning(warning, config.lora.r)
     return engine.build(make, weights)
 
 
@@ -233,14 +228,14 @@ def _lower_weights(policy: Policy) -> None:
 
 def _recompute_blocks(policy: Policy) -> None:
     """Each block stores only its input, and is recomputed in the backward pass."""
-    units = policy.shard_units()
-    if not units:
+    blocks = policy.shard_units()
+    if not blocks:
         raise ConfigError(
             f"activation_checkpointing=true: policy.type={policy.config.type} has no blocks to recompute "
             "(its shard_units() is empty): leave it out."
         )
-    for unit in units:
-        recompute(unit)
+    for block in blocks:
+        recompute(block)
 
 
 def build_state(
@@ -281,7 +276,7 @@ def build_augmentation(
 ) -> AugmentImages | None:
     """The augmentation of the policy's images; not of depth maps, which the dataset declares."""
     features = {} if dataset is None else dataset.features
-    depth = [config.rename_map.get(name, name) for name, each in features.items() if each.depth is not None]
+    depth = [config.rename_map.get(name, name) for name, f in features.items() if f.depth is not None]
     step = augmentation(config.dataset.image_transforms, config.policy.images, skip=depth)
     if step is not None:
         step.to(str(device))
@@ -307,21 +302,18 @@ def _pipelines_by_dataset(
     config: TrainConfig, dataset: MixedDataset, merged: Stats, device: str
 ) -> tuple[Pipeline, Pipeline]:
     """Each dataset is normalised by its own statistics, images by those of all. Those of one dataset are saved."""
-    policy, images = config.policy, config.dataset.use_imagenet_stats
-    renamed = config.rename_map
-    each = [statistics(dataset.only(n), policy, images, renamed) for n in range(len(dataset.members))]
-    each = [{**stats, **{name: merged[name] for name in policy.images}} for stats in each]
-    saved = dataset.names.index(config.dataset.save_stats_of or dataset.names[0])
-    log.info(
-        "each dataset is normalised by its own statistics; those of %s are saved with the policy",
-        dataset.names[saved],
-    )
-    before, after = policy.pipelines(each[saved], device, renamed)
-    others = [policy.pipelines(stats, device, renamed)[0].steps for stats in each]
-    for number, step in enumerate(before.steps):
+    policy, imagenet, renames = config.policy, config.dataset.use_imagenet_stats, config.rename_map
+    saved = config.dataset.save_stats_of or dataset.names[0]
+    log.info("each dataset is normalised by its own statistics; those of %s are saved with the policy", saved)
+    pipelines = []
+    for number in range(len(dataset.members)):
+        stats = statistics(dataset.only(number), policy, imagenet, renames)
+        images = {name: merged[name] for name in policy.images}
+        pipelines.append(policy.pipelines({**stats, **images}, device, renames))
+    before, after = pipelines[dataset.names.index(saved)]
+    for number, step in enumerate([*before.steps]):
         if isinstance(step, Normalize):
-            own = [steps[number] for steps in others]
-            before.steps[number] = NormalizeByDataset(
-                step, [one for one in own if isinstance(one, Normalize)]
-            )
+            by_dataset = [pipeline.steps[number] for pipeline, _ in pipelines]
+            normalizers = [other for other in by_dataset if isinstance(other, Normalize)]
+            before.steps[number] = NormalizeByDataset(step, normalizers)
     return before, after

@@ -43,47 +43,44 @@ class CompileTime:
         self.blocks = len(policy.shard_units())
         self.seconds = 0.0
         """Of all steps so far."""
-        self._spent, self._found = _spent(), _found()
+        self._total, self._lookups = _compile_seconds(), _cache_lookups()
 
-    def tell(self) -> None:
+    def log(self) -> None:
         """Call after each step. It logs a line only if the step compiled something."""
-        seconds = _spent() - self._spent
+        seconds = _compile_seconds() - self._total
         if seconds <= 0:
             return
-        found = _found()
-        line = _told(self.blocks, seconds, found - self._found)
+        lookups = _cache_lookups()
+        line = _describe(self.blocks, seconds, lookups - self._lookups)
         log.info("%s%s", line, " (again, for other inputs)" if self.seconds else "")
         self.seconds += seconds
-        self._spent, self._found = self._spent + seconds, found
+        self._total, self._lookups = self._total + seconds, lookups
 
 
-def _told(blocks: int, seconds: float, found: Counter[str]) -> str:
-    took = f"{seconds:.{0 if seconds >= 10 else 1}f} s"
-    folder = os.environ.get("TORCHINDUCTOR_CACHE_DIR")
-    if found["bypass"] or not (found["hit"] or found["miss"]):
-        return f"compiled {blocks} block(s) in {took}"
-    if not found["miss"]:
-        return f"took {blocks} compiled block(s) from the cache ({folder}) in {took}"
+def _describe(blocks: int, seconds: float, lookups: Counter[str]) -> str:
+    time = f"{seconds:.{0 if seconds >= 10 else 1}f} s"
+    cache = f"the cache ({os.environ.get('TORCHINDUCTOR_CACHE_DIR')})"
+    if lookups["bypass"] or not (lookups["hit"] or lookups["miss"]):
+        return f"compiled {blocks} block(s) in {time}"
+    if not lookups["miss"]:
+        return f"took {blocks} compiled block(s) from {cache} in {time}"
     return (
-        f"compiled {blocks} block(s) in {took}; the next run with the same settings takes them from the cache "
-        f"({folder})"
+        f"compiled {blocks} block(s) in {time}; the next run with the same settings takes them from {cache}"
     )
 
 
-def _spent() -> float:
+def _compile_seconds() -> float:
     """Seconds that this process has spent compiling, forward and backward."""
     from torch._dynamo.utils import calculate_time_spent
 
     return calculate_time_spent().get("total_wall_time", 0.0)
 
 
-def _found() -> Counter[str]:
+def _cache_lookups() -> Counter[str]:
     """What was in the cache (hit), what was not (miss), and what can't be there (bypass)."""
     from torch._dynamo.utils import counters
 
-    return Counter(
-        {name: counters["inductor"][f"fxgraph_cache_{name}"] for name in ("hit", "miss", "bypass")}
-    )
+    return Counter({n: counters["inductor"][f"fxgraph_cache_{n}"] for n in ("hit", "miss", "bypass")})
 
 
 def _check_compiler(device: torch.device) -> None:
@@ -103,7 +100,7 @@ def _check_compiler(device: torch.device) -> None:
         get_cpp_compiler()
     except InvalidCxxCompiler as error:
         raise ConfigError(
-            "compile=true on a CPU requires a C++ compiler: install g++, or leave it out."
+            "compile=true on a CPU needs a C++ compiler: install g++, or leave it out."
         ) from error
 
 

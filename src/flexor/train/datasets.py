@@ -25,8 +25,9 @@ def build_datasets(config: DatasetConfig) -> tuple[Dataset, Dataset | None]:
     dataset = _open_entry(entries[0], config)
     if len(entries) > 1 or entries[0].rename_map or entries[0].episode_weights:
         opened = [dataset, *(_open_entry(entry, config) for entry in entries[1:])]
+        members = [_as_member(*pair) for pair in zip(entries, opened)]
         dataset = join_datasets(
-            [_as_member(entry, one) for entry, one in zip(entries, opened)],
+            members,
             on_missing_camera=config.on_missing_camera,
             allow_different_fps=config.allow_different_fps,
         )
@@ -74,10 +75,10 @@ def weigh_samples(config: TrainConfig, dataset: Dataset) -> Dataset:
 
 def check_same_episodes(dataset: Dataset, processes: Processes) -> None:
     """All ranks must skip the same episodes. Each rank reads the dataset itself, perhaps from its own disk."""
-    found = processes.gather(sorted(dataset.skipped))
-    other = next((rank for rank, skipped in enumerate(found) if skipped != found[0]), None)
+    skipped = processes.gather(sorted(dataset.skipped))
+    other = next((rank for rank, episodes in enumerate(skipped) if episodes != skipped[0]), None)
     if other is not None:
-        differing = sorted({*found[0]} ^ {*found[other]})
+        differing = sorted({*skipped[0]} ^ {*skipped[other]})
         raise DatasetError(
             f"{dataset.repo_id}: only one of the ranks 0 and {other} can read the episodes {differing}. Copy the same "
             "dataset files to all nodes, or exclude these episodes with --dataset.exclude_episodes."
@@ -103,9 +104,8 @@ def split_episodes(dataset: Dataset, share: float) -> tuple[list[int], list[int]
         )
     if isinstance(dataset, MixedDataset):
         left = {*dataset.member_of(np.array(training)).tolist()}
-        lost = [name for number, name in enumerate(dataset.names) if number not in left]
-        if lost:
+        if lost := ", ".join(name for number, name in enumerate(dataset.names) if number not in left):
             raise ConfigError(
-                f"dataset.eval_split={share} holds out all episodes of {', '.join(lost)}: use a smaller value."
+                f"dataset.eval_split={share} holds out all episodes of {lost}: use a smaller value."
             )
     return training, held_out

@@ -1,4 +1,4 @@
-"""Says what holds a run back, while it trains: a line in the log when that changes. See `runs/diagnosis`."""
+"""The bottleneck of a run while it trains: a line in the log when it changes. See `runs/diagnosis`."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from flexor.train.checkpoint.run_record import note, read_record
 from flexor.train.ranks.processes import Processes
 
 
-class Diagnosing:
-    """Every rank measures its own time; the main one makes the diagnosis. Make it in the training thread."""
+class RunDiagnosis:
+    """Every rank measures its own time; rank 0 makes the diagnosis. Create it in the training thread."""
 
     def __init__(self, config: TrainConfig, folder: Path, loader: Loader, processes: Processes):
         self.loader, self.folder, self.processes = loader, folder, processes
@@ -31,13 +31,12 @@ class Diagnosing:
         if self.live is None:
             return
         changed = self.live.add({"step": step, **values})
-        verdict = self.live.for_line()
-        if verdict:
-            values["verdict"] = verdict
-        if changed and verdict:
-            text = f"{verdict['verdict']}: {verdict['evidence']}"
+        if not (verdict := self.live.for_line()):
+            return
+        values["verdict"] = verdict
+        if changed:
             change = f". {verdict['change']}" if verdict["change"] and not changed.healthy else ""
-            log.info("diagnosis: %s%s", text, change)
+            log.info("diagnosis: %s: %s%s", verdict["verdict"], verdict["evidence"], change)
 
     def close(self) -> None:
         """Note the last verdict in the run's record."""

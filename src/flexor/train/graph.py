@@ -11,10 +11,8 @@ phase of training, other frozen parameters) gets a graph of its own; if there ar
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Hashable
-from contextlib import AbstractContextManager
+from collections.abc import Hashable
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
@@ -23,7 +21,7 @@ from torch import Tensor
 from flexor.config.optimizer import resolve_optimizer
 from flexor.config.schema import TrainConfig
 from flexor.core.batch import SAMPLE_ID, VALID_STEPS, Batch
-from flexor.core.cuda_graphs import capture, why_not_captured
+from flexor.core.cuda_graphs import Pool, capture, why_not_captured
 from flexor.core.errors import ConfigError
 from flexor.core.log import log
 from flexor.core.rng import GraphNoise, NoiseKeys
@@ -33,8 +31,8 @@ from flexor.train.checkpoint.state import TrainState
 from flexor.train.step import (
     StepFigures,
     compute_step,
-    finish_step,
     forward_backward,
+    optimizer_step,
     seed_dropout,
     set_rates,
     update_weights,
@@ -92,16 +90,14 @@ Piece = tuple[str, torch.cuda.CUDAGraph]  # a part of a step, as its times have 
 class _Pieces:
     """Captures what runs inside: as one graph, or as one for each part of which `times` takes the time."""
 
-    def __init__(
-        self, times: StepTimes, last: str, into: Callable[[torch.cuda.CUDAGraph], AbstractContextManager]
-    ):
-        self.times, self.last, self.into = times, last, into
-        self.made: list[Piece] = []
+    def __init__(self, times: StepTimes, last: str, pool: Pool, stream: torch.cuda.Stream):
+        self.times, self.last, self.pool, self.stream = times, last, pool, stream
+        self.pieces: list[Piece] = []
 
     def __enter__(self) -> list[Piece]:
         self._begin()
         self.times.cut = self._cut
-        return self.made
+        return self.pieces
 
     def __exit__(self, *error: Any) -> None:
         self.times.cut = None
@@ -113,12 +109,12 @@ class _Pieces:
 
     def _begin(self) -> None:
         self.graph = torch.cuda.CUDAGraph()
-        self.capture = self.into(self.graph)
+        self.capture = capture(self.graph, self.pool, self.stream)
         self.capture.__enter__()
 
     def _end(self, part: str, *error: Any) -> None:
         self.capture.__exit__(*error)
-        self.made.append((part, self.graph))
+        self.pieces.append((part, self.graph))
 
 
 @dataclass
@@ -139,7 +135,7 @@ class GraphStep:
 
     def __init__(self, state: TrainState):
         self.state = state
-        self.seen: Counter[Hashable] = Counter()
+        self.eager_steps: Counter[Hashable] = Counter()  # by kind
         self.captured: dict[Hashable, _Captured] = {}
         engine = state.engine
         reason = why_not(
@@ -153,25 +149,22 @@ class GraphStep:
         if not self.gave_up:
             self.stream, self.pool = torch.cuda.Stream(state.engine.device), torch.cuda.graph_pool_handle()
 
-    def __call__(self, micro_batches: list[dict[str, Any]], meters: Meters) -> tuple[Tensor, Tensor]:
-        state = self.state
-        state.policy.begin_step(state.step)
-        figures = compute_step(state, micro_batches) if self.gave_up else self._compute(micro_batches)
-        finish_step(state, figures, meters)
-        return figures.loss, figures.norm
+    def __call__(self, micro_batches: list[Batch], meters: Meters) -> tuple[Tensor, Tensor]:
+        compute = compute_step if self.gave_up else self._compute
+        return optimizer_step(self.state, micro_batches, meters, compute)
 
-    def _compute(self, batches: list[Batch]) -> StepFigures:
+    def _compute(self, state: TrainState, batches: list[Batch]) -> StepFigures:
         kind = self._kind(batches)
-        if kind is not None and kind not in self.captured and self.seen[kind] >= WARM_UP:
+        if kind is not None and kind not in self.captured and self.eager_steps[kind] >= WARM_UP:
             self._try_to_capture(kind, batches)
         if kind in self.captured:
             return self._replay(self.captured[kind], batches)
-        self.seen[kind] += 1
+        self.eager_steps[kind] += 1
         # On the stream that will capture: there autograd and libraries set up what a capture then finds.
-        current = torch.cuda.current_stream(self.state.engine.device)
+        current = torch.cuda.current_stream(state.engine.device)
         self.stream.wait_stream(current)
         with torch.cuda.stream(self.stream):
-            figures = compute_step(self.state, batches)
+            figures = compute_step(state, batches)
         current.wait_stream(self.stream)
         return figures
 
@@ -179,9 +172,7 @@ class GraphStep:
         """What steps have in common that can share a graph; None if this one can't have any."""
         key = self.state.policy.graph_key()
         shapes = {
-            tuple(
-                (name, value.shape, value.dtype) for name, value in batch.items() if isinstance(value, Tensor)
-            )
+            tuple((name, v.shape, v.dtype) for name, v in batch.items() if isinstance(v, Tensor))
             for batch in batches
         }
         if key is None or len(shapes) > 1:
@@ -201,7 +192,7 @@ class GraphStep:
                 raise NoGraph(message) from error
             log.warning("%s. It runs operation by operation instead.", message)
         finally:
-            state.engine.forget_gradients(state.optimizer)
+            state.engine.zero_grad(state.optimizer)
 
     def _capture(self, like: Batch, micro_batches: int) -> _Captured:
         """Nothing is computed here."""
@@ -229,23 +220,23 @@ class GraphStep:
         return _Captured(batch, keys, names, passes, update, norm)
 
     def _pieces(self, last: str) -> _Pieces:
-        return _Pieces(self.state.times, last, partial(capture, pool=self.pool, stream=self.stream))
+        return _Pieces(self.state.times, last, self.pool, self.stream)
 
-    def _replay(self, found: _Captured, batches: list[Batch]) -> StepFigures:
+    def _replay(self, captured: _Captured, batches: list[Batch]) -> StepFigures:
         state = self.state
-        found.keys.write(state.config.seed, state.step)
+        captured.keys.write(state.config.seed, state.step)
         set_rates(state)
-        total = torch.zeros_like(found.passes[0][1])
+        total = torch.zeros_like(captured.passes[0][1])
         for micro, batch in enumerate(batches):
-            _copy(batch, found.batch)
+            _copy(batch, captured.batch)
             state.times.mark("copy")
             seed_dropout(state, micro)
-            pieces, figures = found.passes[min(micro, 1)]
+            pieces, figures = captured.passes[min(micro, 1)]
             self._run(pieces)
             total += figures
-        self._run(found.update)
+        self._run(captured.update)
         loss, *parts = total.unbind()
-        return StepFigures(loss, found.norm.clone(), dict(zip(found.names, parts)))
+        return StepFigures(loss, captured.norm.clone(), dict(zip(captured.names, parts)))
 
     def _run(self, pieces: list[Piece]) -> None:
         for part, graph in pieces:
@@ -255,21 +246,17 @@ class GraphStep:
 
 def _memory_for(batch: Batch, device: torch.device) -> Batch:
     """A batch that a graph reads: tensors are copied into it, everything else is not for a GPU."""
-    made = {
-        name: torch.empty_like(value, device=device)
-        for name, value in batch.items()
-        if isinstance(value, Tensor)
-    }
+    static = {n: torch.empty_like(v, device=device) for n, v in batch.items() if isinstance(v, Tensor)}
     if VALID_STEPS in batch:
-        made[VALID_STEPS] = torch.zeros((), dtype=torch.float64, device=device)
-    return made
+        static[VALID_STEPS] = torch.zeros((), dtype=torch.float64, device=device)
+    return static
 
 
-def _copy(batch: Batch, into: Batch) -> None:
-    for name, target in into.items():
+def _copy(batch: Batch, static: Batch) -> None:
+    for name, target in static.items():
+        value = batch[name]
         if name == VALID_STEPS:
-            target.fill_(batch[name])
+            target.fill_(value)
         else:
-            value = batch[name]
-            on_its_way = value if value.is_cuda or value.is_pinned() else value.pin_memory()
-            target.copy_(on_its_way, non_blocking=True)
+            source = value if value.is_cuda or value.is_pinned() else value.pin_memory()
+            target.copy_(source, non_blocking=True)

@@ -1,6 +1,6 @@
-"""Learning health of a run that trains: what its figures, values and images say, in the log and in its record.
+"""Learning health of a run while it trains: findings about its metrics and data, in the log and in its record.
 
-Only rank 0 looks. Each finding is logged once, when it begins, and is in the `health` of that line of `metrics.jsonl`;
+Only rank 0 checks. Each finding is logged once, when it begins, and is in the `health` of that line of `metrics.jsonl`;
 `run.json` has all of them. A resumed run forgets those of the steps that it repeats.
 """
 
@@ -41,7 +41,7 @@ class Health:
         steps = state.preprocessor.steps
         normalize = next((step for step in steps if isinstance(step, Normalize)), None)
         named = zip(in_dataset(config.policy.images, config.rename_map), config.policy.images)
-        cameras = {name: own for name, own in named if name in loader.cameras}
+        cameras = {name: feature for name, feature in named if name in loader.cameras}
         renamed = state.host_steps is not None
         self.cameras = CameraHealth(dataset, cameras, loader.deltas, normalize, renamed)
         recorded = from_record(read_record(run.folder).get(HEALTH))
@@ -52,12 +52,12 @@ class Health:
         if self.findings != recorded:
             self._record()
 
-    def look(self, step: int, batches: Sequence[Batch]) -> None:
+    def check_images(self, step: int, batches: Sequence[Batch]) -> None:
         """Check the images of a step."""
         self.cameras.update(batches)
         self._merge(step, self.cameras.findings())
 
-    def see(self, step: int, values: dict[str, Any]) -> None:
+    def check_metrics(self, step: int, values: dict[str, Any]) -> None:
         """Check a line of the metrics before it is written, and add the findings that begin with it."""
         for finding in self.rules.update({"step": step, **values}):
             self._begin(step, finding)

@@ -24,8 +24,8 @@ from flexor.data.loader.loader import Loader
 from flexor.monitor.meters import Arithmetic, Meters
 from flexor.monitor.profiler import Profiling
 from flexor.monitor.trackers import check_trackers
-from flexor.train.announce import introduce
-from flexor.train.build import build_engine, build_loader, build_state, tell_other_names
+from flexor.train.announce import log_setup
+from flexor.train.build import build_engine, build_loader, build_state, mention_rename_map
 from flexor.train.checkpoint import folder as checkpoint
 from flexor.train.checkpoint.resume import check_same_run, keep_statistics, newest_checkpoint
 from flexor.train.checkpoint.run_folder import Run, join_run
@@ -36,13 +36,13 @@ from flexor.train.compile import CompileTime
 from flexor.train.datasets import build_datasets, check_same_episodes, weigh_samples
 from flexor.train.engine.base import Engine, check_devices, pick_device
 from flexor.train.graph import GraphStep
-from flexor.train.hub.background import Pushing
+from flexor.train.hub.background import Pusher
 from flexor.train.ranks.processes import Processes, find_processes
 from flexor.train.ranks.split import Split
 from flexor.train.ranks.watchdog import Watchdog
 from flexor.train.resolve import PreflightCheck, Resume, resolve_for_dataset, resolve_for_machine
 from flexor.train.run_log import RunLog
-from flexor.train.stopping import Crashed, StopSignal, Watch, stopped
+from flexor.train.stopping import Crashed, StopConditions, StopSignal, stop_error
 from flexor.train.validate import evaluate, held_out_loss
 
 
@@ -63,11 +63,11 @@ def train(config: TrainConfig, resume: Resume = "no", preflight: PreflightCheck 
     """Start or resume a run, as one of its processes."""
     processes = find_processes()
     set_rank(processes.rank, processes.world_size)
-    with StopSignal() as stop, Pushing(stop) as pushing:  # the last push comes when the other ranks have left
+    with StopSignal() as stop, Pusher(stop) as pusher:  # the last push comes when the other ranks have left
         try:
-            return _take_part(config, resume, processes, stop, preflight, pushing)
+            return _take_part(config, resume, processes, stop, preflight, pusher)
         except FlexorError as error:
-            processes.say_once(error)
+            processes.report_once(error)
             raise
         except Exception as error:
             if processes.world_size == 1 or getattr(error, "errno", None) in UNWRITABLE:
@@ -85,19 +85,20 @@ def _take_part(
     processes: Processes,
     stop: StopSignal,
     preflight: PreflightCheck | None,
-    pushing: Pushing,
+    pusher: Pusher,
 ) -> TrainResult:
     started_at = time.perf_counter()
     let_gpu_memory_grow()
     device = pick_device(config.policy.device, processes)
     if processes.world_size > 1 or config.parallel.strategy in ("fsdp", "hsdp"):
         processes.join(device, config.parallel.timeout_s, config.parallel.backend)
-    with _watchdog(config, processes) as dog:
+    place = (processes.rank, processes.world_size, processes.host)
+    with Watchdog(*place, processes.store, config.parallel.timeout_s) as watchdog:
         check_devices(processes, device, config.parallel.backend)
         config, started = resolve_for_machine(config, resume, processes, device)
         assert config.output_dir is not None
         processes.share(lambda: check_trackers(config))
-        processes.share(lambda: pushing.prepare(config))
+        processes.share(lambda: pusher.prepare(config))
         with join_run(processes, Path(config.output_dir), started) as run:
             newest = processes.share(lambda: _find_checkpoint(run, resume == "yes")) if started else None
             training, held_out = _open_data(config, processes, resuming=newest is not None)
@@ -107,16 +108,16 @@ def _take_part(
             if processes.is_main:
                 _write_record(run, state, loader, {} if preflight is None else {"plan": preflight.planned()})
             processes.barrier()  # other hosts write samples too
-            introduce(state, loader.dataset, held_out, newest)
+            log_setup(state, loader.dataset, held_out, newest)
             arithmetic = preflight.arithmetic(device) if preflight is not None else None
             if processes.is_main:
-                pushing.start()
+                pusher.start()
             with (
                 log_file(run.folder / LOG) if processes.is_main else nullcontext(),
                 closing(loader),
-                engine.own_stream() if loader.decoded_on_gpu else nullcontext(),
+                engine.side_stream() if loader.decoded_on_gpu else nullcontext(),
             ):
-                result = fit(state, run, loader, held_out, stop, dog, pushing, arithmetic)
+                result = fit(state, run, loader, held_out, stop, watchdog, pusher, arithmetic)
             if preflight is not None and processes.is_main:
                 figures = preflight.after(result.metrics, device)
                 result.metrics |= figures
@@ -124,7 +125,7 @@ def _take_part(
         processes.barrier()
     result.seconds, result.main = time.perf_counter() - started_at, processes.is_main
     processes.leave()
-    result.hub = pushing.outcome
+    result.hub = pusher.outcome
     return result
 
 
@@ -133,7 +134,7 @@ def _open_data(config: TrainConfig, processes: Processes, resuming: bool) -> tup
     if not resuming and config.policy_path is None:
         config.policy.check_untrained()
     elif not resuming:
-        tell_other_names(config)
+        mention_rename_map(config)
     with processes.main_first():  # one process per host downloads or records
         training, held_out = build_datasets(config.dataset)
     check_same_episodes(training, processes)
@@ -146,18 +147,18 @@ def _build(
     engine: Engine,
     training: Dataset,
     held_out: Dataset | None,
-    found: Path | None,
+    newest: Path | None,
 ) -> tuple[TrainState, Loader]:
-    """The parts of the run, from a checkpoint if one was found."""
+    """The parts of the run, from a checkpoint if there is one."""
     training = weigh_samples(config, training)
-    state = build_state(config, training, engine, split, resuming=found is not None)
+    state = build_state(config, training, engine, split, resuming=newest is not None)
     with engine.processes.main_first():  # one process per host reads the files, the others what it remembers
         state.identity = identify(training)
     seed_rng(config.seed, engine.rank)
-    if found is not None:
-        check_same_run(found, state)
-        keep_statistics(found, state)
-        state.load(found)
+    if newest is not None:
+        check_same_run(newest, state)
+        keep_statistics(newest, state)
+        state.load(newest)
         if state.step > config.steps:
             raise ConfigError(
                 f"steps={config.steps}, but the run is already at step {state.step}: use a larger value."
@@ -169,7 +170,7 @@ def _build(
 
 
 def _write_record(run: Run, state: TrainState, loader: Loader, plan: dict[str, Any]) -> None:
-    """What the run's folder says before the first step, so that others can compare a run with its plan."""
+    """Write to the run's folder, before the first step: its settings, data and machine, and its plan if it has one."""
     assert state.identity is not None
     run.forget_metrics_after(state.step)
     run.write_config(state.config)
@@ -192,17 +193,15 @@ def fit(
     loader: Loader,
     held_out: Dataset | None,
     stop: StopSignal,
-    dog: Watchdog,
-    pushing: Pushing,
+    watchdog: Watchdog,
+    pusher: Pusher,
     arithmetic: Arithmetic | None = None,
 ) -> TrainResult:
     """Optimizer steps until the last one, or until a signal asks to stop."""
     config, engine = state.config, state.engine
-    meters, saver = _meters(state, arithmetic), Saver(state, run, pushing.saved)
-    times = state.times = meters.times
-    loader.before_copy = times.has_batch
-    watch = Watch(run, engine, saver.complete)
-    step = GraphStep(state)
+    meters, saver = _meters(state, loader, arithmetic), Saver(state, run, pusher.saved)
+    step, times = GraphStep(state), meters.times
+    conditions = StopConditions(run, engine, saver.complete)
     compiling = CompileTime(state.policy) if config.compile else None
     profiling = Profiling(config.profile, run.folder, engine.device, engine.rank, config.profile_all_ranks)
     state.policy.train()
@@ -211,69 +210,71 @@ def fit(
         batches = loader.steps(state.step, config.steps)
         stop.stepping = True
         while state.step < config.steps:
-            dog.beat(state.step, "reading data")
+            watchdog.beat(state.step, "reading data")
             profiling.begin(state.step + 1)
             times.waiting()
             micro_batches = next(batches)
             times.begins()
 
-            dog.beat(state.step, "computing")
+            watchdog.beat(state.step, "computing")
             loss, norm = step(micro_batches, meters)
             times.queued()
             if compiling:
-                compiling.tell()
+                compiling.log()
             state.step += 1
-            watch.see(state.step, micro_batches, loss, norm, stop.signal)
+            conditions.add_step(state.step, micro_batches, loss, norm, stop.signal)
             times.mark("rest")
-            meters.count_step(loader.global_batch)
             run_log.count_step()
             if profiling.is_on:
-                with dog.patiently("profiling"):
+                with watchdog.without_limit("profiling"):
                     profiling.end(state.step)
             saver.check()
 
-            last, stopping = state.step == config.steps, watch.stopping
-            if state.step % config.log_freq == 0 or last:
-                watch.check()
-                run_log.tell_steps(micro_batches)
-            _evaluate(state, run, held_out, run_log, dog)
+            last, stopping = state.step == config.steps, conditions.stopping
+            if _due(state.step, config.log_freq, last):
+                conditions.check()
+                run_log.log_steps(micro_batches)
+            _evaluate(state, run, held_out, run_log, watchdog)
             if config.save_checkpoint and (_due(state.step, config.save_freq, last) or stopping):
-                watch.check()
-                with dog.patiently("saving a checkpoint"), times.part("checkpoint"):
-                    saver.save()
-                loader.sync()
-            if stopping and not last:
-                with dog.patiently("saving a checkpoint"):
-                    saver.wait()
-                raise stopped(stopping, state.step, saver.newest, run, said=engine.rank > 0)
-        watch.check()
-        dog.rest("finishing")
+                conditions.check()
+                _save(saver, loader, watchdog)
+            if stopping:
+                break
+        conditions.check()
+        watchdog.lift_limit("finishing")
         saver.wait()
+        if state.step < config.steps and conditions.stopping:
+            raise stop_error(conditions.stopping, state.step, saver.newest, run, log=engine.rank == 0)
     return TrainResult(run.folder, state.step, saver.newest, run_log.newest)
 
 
-def _evaluate(state: TrainState, run: Run, held_out: Dataset | None, run_log: RunLog, dog: Watchdog) -> None:
+def _save(saver: Saver, loader: Loader, watchdog: Watchdog) -> None:
+    with watchdog.without_limit("saving a checkpoint"), saver.state.times.part("checkpoint"):
+        saver.save()
+    loader.sync()
+
+
+def _evaluate(
+    state: TrainState, run: Run, held_out: Dataset | None, run_log: RunLog, watchdog: Watchdog
+) -> None:
     """The held-out loss and the success in the environment, if they are due at this step."""
     config = state.config
     if held_out is not None and _due(state.step, config.eval_steps, state.step == config.steps):
-        with dog.patiently("computing the held-out loss"), state.times.part("evaluation"):
+        with watchdog.without_limit("computing the held-out loss"), state.times.part("evaluation"):
             loss = held_out_loss(state, held_out, config.max_eval_samples)
-        run_log.tell({"held_out_loss": loss})
+        run_log.log({"held_out_loss": loss})
     if config.env.type and _due(state.step, config.env_eval_freq, False):
-        with dog.patiently("evaluating"), state.times.part("evaluation"):
-            run_log.tell(evaluate(state, run))
+        with watchdog.without_limit("evaluating"), state.times.part("evaluation"):
+            run_log.log(evaluate(state, run))
 
 
 def _due(step: int, every: int, last: bool) -> bool:
     return last or (every > 0 and step % every == 0)
 
 
-def _meters(state: TrainState, arithmetic: Arithmetic | None) -> Meters:
+def _meters(state: TrainState, loader: Loader, arithmetic: Arithmetic | None) -> Meters:
     engine = state.engine
     exchanges, host = engine.exchanges_in_backward, engine.processes.host
-    return Meters(engine.device, exchanges=exchanges, host=host, arithmetic=arithmetic)
-
-
-def _watchdog(config: TrainConfig, processes: Processes) -> Watchdog:
-    where = (processes.rank, processes.world_size, processes.host)
-    return Watchdog(*where, processes.store, config.parallel.timeout_s)
+    meters = Meters(engine.device, exchanges=exchanges, host=host, arithmetic=arithmetic)
+    state.times, loader.before_copy = meters.times, meters.times.has_batch
+    return meters

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -23,27 +23,28 @@ class StepFigures:
     norm: Tensor
     parts: dict[str, Tensor]
 
-    def add_to(self, meters: Meters) -> None:
-        for name, part in self.parts.items():
-            meters.add(name, part, summed=True)
-        meters.add("loss", self.loss, summed=True)
-        meters.add("grad_norm", self.norm)
-
 
 def optimizer_step(
-    state: TrainState, micro_batches: list[dict[str, Any]], meters: Meters
+    state: TrainState,
+    micro_batches: list[Batch],
+    meters: Meters,
+    compute: Callable[[TrainState, list[Batch]], StepFigures] | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """One step: forward and backward for each micro-batch, clip, update.
+    """One step: forward and backward for each micro-batch, clip, update; by `compute` instead of `compute_step`.
 
     Returns this rank's part of the loss, and the norm of the whole gradient.
     """
     state.policy.begin_step(state.step)
-    figures = compute_step(state, micro_batches)
-    finish_step(state, figures, meters)
+    figures = (compute or compute_step)(state, micro_batches)
+    state.scheduler.step()
+    for name, part in figures.parts.items():
+        meters.add(name, part, summed=True)
+    meters.add("loss", figures.loss, summed=True)
+    meters.add("grad_norm", figures.norm)
     return figures.loss, figures.norm
 
 
-def compute_step(state: TrainState, micro_batches: list[dict[str, Any]]) -> StepFigures:
+def compute_step(state: TrainState, micro_batches: list[Batch]) -> StepFigures:
     """What the device does, operation by operation, with batches that went through `state.host_steps`."""
     set_rates(state)
     total = torch.zeros((), device=state.engine.device)
@@ -52,10 +53,10 @@ def compute_step(state: TrainState, micro_batches: list[dict[str, Any]]) -> Step
         seed_dropout(state, micro)
         with state.engine.accumulate(last=micro + 1 == len(micro_batches)):
             noise = Noise(state.config.seed, state.step, batch[SAMPLE_ID])
-            loss, found = forward_backward(state, on_device(batch, state.engine.device), noise)
+            loss, new_parts = forward_backward(state, on_device(batch, state.engine.device), noise)
         state.times.mark("backward")
         total += loss
-        for name, part in found.items():
+        for name, part in new_parts.items():
             parts[name] = parts[name] + part if name in parts else part
     norm = update_weights(state)
     state.times.mark("optimizer")
@@ -85,7 +86,7 @@ def on_device(batch: Batch, device: torch.device) -> Batch:
 
 
 def forward_backward(state: TrainState, batch: Batch, noise: Noise) -> tuple[Tensor, dict[str, Tensor]]:
-    """One micro-batch: gradients are added to what is there. Returns its parts of the loss."""
+    """One micro-batch: its gradients are accumulated. Returns its share of the loss, and of the loss's parts."""
     engine, split = state.engine, state.split
     prepared = state.device_preprocessor(batch, StepContext(training=True, noise=noise))
     if noise.sample_ids.device != engine.device:
@@ -96,10 +97,7 @@ def forward_backward(state: TrainState, batch: Batch, noise: Noise) -> tuple[Ten
     state.times.mark("forward")
     state.times.expect_exchange(loss)
     engine.backward(loss)
-    parts = {
-        name: _weighted(part.detach(), prepared).sum() / split.global_batch
-        for name, part in losses.parts.items()
-    }
+    parts = {n: _weighted(p.detach(), prepared).sum() / split.global_batch for n, p in losses.parts.items()}
     return loss.detach(), parts
 
 
@@ -118,9 +116,3 @@ def update_weights(state: TrainState) -> Tensor:
     if state.ema:
         state.ema.update(state.policy)
     return norm
-
-
-def finish_step(state: TrainState, figures: StepFigures, meters: Meters) -> None:
-    """What follows the update on the host."""
-    state.scheduler.step()
-    figures.add_to(meters)

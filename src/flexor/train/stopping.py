@@ -11,16 +11,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flexor.core.batch import SAMPLE_ID
+from flexor.core.batch import SAMPLE_ID, Batch
 from flexor.core.errors import FlexorError
 from flexor.core.stop_signals import STOP_SIGNALS, handled
 from flexor.train.checkpoint import folder as checkpoint
 from flexor.train.checkpoint.run_folder import Run
 from flexor.train.engine.base import Engine
 
-STOPPED = (
-    75  # exit code of a run that saved a checkpoint and stopped on a signal: start it again (EX_TEMPFAIL)
-)
+STOPPED = 75  # exit code of a run that stopped on a signal, with a checkpoint: start it again (EX_TEMPFAIL)
 
 
 class TrainingStopped(FlexorError):
@@ -69,18 +67,17 @@ class StopSignal:
         self.signal = signal.Signals(number)  # no logging here: the handler may interrupt a write to the log
 
 
-def stopped(number: signal.Signals, step: int, saved: Path | None, run: Run, said: bool) -> TrainingStopped:
+def stop_error(number: signal.Signals, step: int, saved: Path | None, run: Run, log: bool) -> TrainingStopped:
     where = f"saved as {saved}" if saved else "nothing saved (save_checkpoint=false)"
-    error = TrainingStopped(
-        f"{number.name}: stopped after step {step}, {where}. Resume with: flexor resume {run.folder}"
-    )
-    error.already_logged = said
+    message = f"{number.name}: stopped after step {step}, {where}. Resume with: flexor resume {run.folder}"
+    error = TrainingStopped(message)
+    error.already_logged = not log
     if number is signal.SIGINT:
         error.exit_code = 130
     return error
 
 
-class OnTheWay:
+class AsyncHostCopy:
     """Tensors being copied to the host. It waits for these copies only, not for GPU work queued after them."""
 
     def __init__(self, *tensors: Tensor):
@@ -88,14 +85,14 @@ class OnTheWay:
         on_gpu = [tensor.device for tensor in tensors if tensor.is_cuda]
         self._event = torch.cuda.current_stream(on_gpu[0]).record_event() if on_gpu else None
 
-    def arrived(self) -> list[Any]:
-        """Their values, as numbers and lists."""
+    def values(self) -> list[Any]:
+        """As numbers and lists."""
         if self._event is not None:
             self._event.synchronize()
         return [tensor.tolist() for tensor in self._host]
 
 
-class Watch:
+class StopConditions:
     """Stops a run whose loss is NaN or infinite, and makes all ranks stop at the same step.
 
     A step's loss and gradient norm are checked after the next step has been queued, so that the GPU always has work,
@@ -107,34 +104,30 @@ class Watch:
         self.run, self.engine, self.complete = run, engine, complete
         # fp16 overflows now and then by design: the scaler skips that step and lowers its scale
         self.overflows_left = self.overflows_allowed = 30 if engine.precision == "fp16" else 0
-        self.seen: tuple[int, list[dict[str, Any]], OnTheWay] | None = None
+        self.unchecked: tuple[int, list[Batch], AsyncHostCopy] | None = None
         self.stopping: signal.Signals | None = None
 
-    def see(
-        self,
-        step: int,
-        batches: list[dict[str, Any]],
-        loss: Tensor,
-        norm: Tensor,
-        told: signal.Signals | None,
+    def add_step(
+        self, step: int, batches: list[Batch], loss: Tensor, norm: Tensor, received: signal.Signals | None
     ) -> None:
+        """`received`: the signal that this rank has received, if any."""
         self.check()
-        over_all = loss[None]
+        sums = loss[None]
         if self.engine.world_size == 1:
-            self.stopping = told
+            self.stopping = received
         else:
             signals = loss.new_zeros(len(STOP_SIGNALS))
-            if told is not None:
-                signals[STOP_SIGNALS.index(told)] = 1
-            over_all = self.engine.sum(torch.cat((over_all, signals)))
-        self.seen = (step, batches, OnTheWay(over_all, norm, loss))
+            if received is not None:
+                signals[STOP_SIGNALS.index(received)] = 1
+            sums = self.engine.sum(torch.cat((sums, signals)))
+        self.unchecked = (step, batches, AsyncHostCopy(sums, norm, loss))
 
     def check(self) -> None:
-        if self.seen is None:
+        if self.unchecked is None:
             return
-        step, batches, figures = self.seen
-        self.seen = None
-        (loss, *signals), norm, own = figures.arrived()
+        step, batches, figures = self.unchecked
+        self.unchecked = None
+        (loss, *signals), norm, local_loss = figures.values()
         for number, count in zip(STOP_SIGNALS, signals):
             if count:
                 self.stopping = number
@@ -145,22 +138,22 @@ class Watch:
             self.overflows_left -= 1
         if math.isfinite(loss) and (finite or self.overflows_left >= 0):
             return
-        what, value = ("gradient", norm) if math.isfinite(loss) else ("loss", loss)
-        self._stop(step, what, value, batches, own)
+        quantity, value = ("gradient", norm) if math.isfinite(loss) else ("loss", loss)
+        self._stop(f"{quantity} of step {step} is {value}", batches, local_loss)
 
-    def _stop(self, step: int, what: str, value: float, batches: list[dict[str, Any]], own: float) -> None:
+    def _stop(self, problem: str, batches: list[Batch], local_loss: float) -> None:
         """All ranks get here at the same step, so they can exchange which rank's batch caused it."""
         processes = self.engine.processes
-        ids = torch.cat([batch[SAMPLE_ID] for batch in batches]).tolist()
-        ranks = processes.gather((processes.host, own, ids))
-        bad = [(rank, *told) for rank, told in enumerate(ranks) if not math.isfinite(told[1])]
-        bad = bad or [(rank, *told) for rank, told in enumerate(ranks)]
+        sample_ids = torch.cat([batch[SAMPLE_ID] for batch in batches]).tolist()
+        ranks = processes.gather((processes.host, local_loss, sample_ids))
+        bad = [i for i, (_, loss, _) in enumerate(ranks) if not math.isfinite(loss)] or range(len(ranks))
         named = "; ".join(
-            f"rank {rank} on {host}: {ids}" if len(ranks) > 1 else f"{ids}" for rank, host, _, ids in bad
+            f"rank {rank} on {ranks[rank][0]}: {ranks[rank][2]}" if len(ranks) > 1 else f"{ranks[rank][2]}"
+            for rank in bad
         )
         self.complete()  # it is the last good one
         error = Diverged(
-            f"The {what} of step {step} is {value}, so the run stopped. Sample ids of that batch: {named}. "
+            f"The {problem}, so the run stopped. Sample ids of that batch: {named}. "
             f"Last good checkpoint: {checkpoint.newest(self.run.checkpoints) or 'none yet'}. "
             "Check the data for NaN with `flexor data check`, or lower --optimizer.lr. Then start a new run from that "
             "checkpoint with --policy.path."

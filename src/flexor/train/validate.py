@@ -55,8 +55,8 @@ def exported_weights(state: TrainState) -> Iterator[None]:
 @torch.no_grad()
 def _replace(policy: Policy, values: dict[str, Tensor]) -> None:
     """Copy values into the policy. Each rank copies its own shard of each tensor."""
-    for name, own in unique_state(policy).items():
-        local(own).copy_(local(values[name]))
+    for name, tensor in unique_state(policy).items():
+        local(tensor).copy_(local(values[name]))
 
 
 @torch.no_grad()
@@ -73,17 +73,12 @@ def held_out_loss(state: TrainState, dataset: Dataset, max_samples: int = 0) -> 
     with exported_weights(state):
         for start in range(0, len(rows), size * engine.world_size):
             part = rows[start + engine.rank * size :][:size]
-            counts = len(part) > 0
-            if not counts:
-                part = rows[
-                    :1
-                ]  # sharded ranks compute together: a rank without rows computes one that does not count
-            batch = state.preprocessor(
-                {**to_tensors(dataset.read(part, deltas, cameras)), VALID_STEPS: valid}
-            )
+            # sharded ranks compute together: a rank without rows computes one that does not count
+            samples = to_tensors(dataset.read(part if len(part) else rows[:1], deltas, cameras))
+            batch = state.preprocessor({**samples, VALID_STEPS: valid})
             noise = Noise(config.seed, 0, batch[SAMPLE_ID])
             with engine.autocast():
-                total += state.policy.loss(batch, noise).per_sample.float().sum() * counts
+                total += state.policy.loss(batch, noise).per_sample.float().sum() * (len(part) > 0)
     return float(engine.sum(total)) / len(rows)
 
 
@@ -101,7 +96,7 @@ def evaluate(state: TrainState, run: Run) -> dict[str, Any]:
             try:
                 summary = asdict(summarize(play(actor, config.env, config.eval, videos)))
             finally:
-                _tell(state, None)
+                _broadcast(state, None)
         elif state.engine.sharded:
             follow(state)
     return {f"eval_{name}": value for name, value in processes.share(lambda: summary).items()}
@@ -121,21 +116,21 @@ class ShardedPretrained(Pretrained):
 
     @torch.no_grad()  # not inference mode: sharded weights gathered in it can't be trained afterwards
     def predict(self, batch: Batch, noise: NoiseSource) -> Tensor:
-        _tell(self.state, (move(batch, "cpu"), noise))
+        _broadcast(self.state, (move(batch, "cpu"), noise))
         return self.policy.predict(batch, noise)
 
 
 @torch.no_grad()
 def follow(state: TrainState) -> None:
     """On the other ranks: compute what rank 0 sends, until it sends None."""
-    while (asked := _tell(state, None)) is not None:
-        batch, noise = asked
+    while (inputs := _broadcast(state, None)) is not None:
+        batch, noise = inputs
         state.policy.predict(move(batch, state.engine.device), noise.to(state.engine.device))
 
 
-def _tell(state: TrainState, what: Any) -> Any:
+def _broadcast(state: TrainState, value: Any) -> Any:
     """Send a value from rank 0 to the other ranks, if the model is sharded."""
-    return state.engine.processes.share(lambda: what) if state.engine.sharded else None
+    return state.engine.processes.share(lambda: value) if state.engine.sharded else None
 
 
 def move(batch: Batch, device: torch.device | str) -> Batch:

@@ -35,9 +35,9 @@ def kept(tmp_path) -> Path:
 def save(run: Path, step: int) -> Path:
     folder = checkpoint.Folder(run / "checkpoints", step, 100)
     folder.open()
-    (folder.aside / "pretrained_model").mkdir()
-    (folder.aside / "pretrained_model" / "model.safetensors").write_bytes(bytes(1000) + bytes([step]))
-    (folder.aside / "training_state" / "zz").write_text("after the manifest, by name")
+    (folder.temporary / "pretrained_model").mkdir()
+    (folder.temporary / "pretrained_model" / "model.safetensors").write_bytes(bytes(1000) + bytes([step]))
+    (folder.temporary / "training_state" / "zz").write_text("after the manifest, by name")
     return folder.finish()
 
 

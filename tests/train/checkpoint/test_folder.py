@@ -154,7 +154,7 @@ def test_a_step_with_more_digits_replaces_the_one_with_fewer(finished, tmp_path)
     """A run of more steps than it was to have saves a step again, under a longer name."""
     copy = runs.cut_back(finished, tmp_path / "copy", 3)
     folder = checkpoint.Folder(copy / "checkpoints", 3, 12_345_678)
-    shutil.copytree(copy / "checkpoints" / "000003", folder.aside)
+    shutil.copytree(copy / "checkpoints" / "000003", folder.temporary)
     folder.finish()
     assert names(copy) == ["00000003", "000001", "000002", "last"]
     assert [*checkpoint.complete(copy / "checkpoints")] == [1, 2, 3]

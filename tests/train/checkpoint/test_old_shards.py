@@ -114,9 +114,9 @@ STRANGE = {
 }
 
 
-@pytest.mark.parametrize("what", STRANGE)
-def test_a_strange_index_is_refused(what, saved):
-    rewritten(saved, STRANGE[what])
+@pytest.mark.parametrize("damage", STRANGE)
+def test_a_strange_index_is_refused(damage, saved):
+    rewritten(saved, STRANGE[damage])
     with pytest.raises((CheckpointError, OSError, ValueError)):
         ShardedTensors(saved).read("model.")
 
@@ -152,16 +152,16 @@ assert used * (1 if sys.platform == "darwin" else 1 << 10) < 256 << 20, used
 """
     code = f"import sys; sys.path[:0] = {sys.path!r}\n{code}"
     for path in sorted(saved.iterdir()):
-        whole = path.read_bytes()
-        path.write_bytes(BOMBS[bomb] if path.name == OLD_INDEX else _as_shard(whole, BOMBS[bomb]))
+        content = path.read_bytes()
+        path.write_bytes(BOMBS[bomb] if path.name == OLD_INDEX else _as_shard(content, BOMBS[bomb]))
         done = subprocess.run(
             [sys.executable, "-c", code], capture_output=True, text=True, timeout=LIMIT_S, check=False
         )
         assert done.returncode == 0, done.stderr
-        path.write_bytes(whole)
+        path.write_bytes(content)
 
 
-def _as_shard(whole: bytes, described: bytes) -> bytes:
+def _as_shard(content: bytes, described: bytes) -> bytes:
     """The shard with tensors that are described by this pickle, each as long as it was."""
     saved = io.BytesIO()
     torch.save(torch.zeros(1), saved)
@@ -169,7 +169,7 @@ def _as_shard(whole: bytes, described: bytes) -> bytes:
     with zipfile.ZipFile(saved) as archive, zipfile.ZipFile(changed, "w") as copy:
         for name in archive.namelist():
             copy.writestr(name, described if name.endswith("data.pkl") else archive.read(name))
-    return changed.getvalue().ljust(len(whole), b"\0")
+    return changed.getvalue().ljust(len(content), b"\0")
 
 
 def test_a_compressed_tensor_is_refused():
@@ -201,9 +201,9 @@ def test_no_pickle_leaves_a_mark(saved, tmp_path):
     mark.unlink()
     inside_torch = io.BytesIO()
     torch.save({"x": Marks(mark)}, inside_torch)
-    whole = {path: path.read_bytes() for path in saved.iterdir()}
+    contents = {path: path.read_bytes() for path in saved.iterdir()}
     hidden = pickle.dumps({"a": [1, Marks(mark)]})
-    for path, data in whole.items():
+    for path, data in contents.items():
         for content in (bomb, hidden, inside_torch.getvalue(), data[:-1], b""):
             path.write_bytes(content)
             with pytest.raises((CheckpointError, OSError, ValueError)):

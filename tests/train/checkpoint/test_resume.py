@@ -56,13 +56,13 @@ def finished(lowdim, tiny_act, tmp_path_factory) -> Path:
 @pytest.mark.parametrize("name", COMBINATIONS)
 def test_resumed_run_is_bitwise_the_uninterrupted_one(name, lowdim, tiny_act, tmp_path):
     more = [f"--steps={STEPS}", "--save_freq=5", *COMBINATIONS[name]]
-    whole = runs.train(lowdim, tmp_path / "whole", tiny_act, *more)
-    cut = runs.cut_back(whole, tmp_path / "cut", 5)
+    uninterrupted = runs.train(lowdim, tmp_path / "whole", tiny_act, *more)
+    cut = runs.cut_back(uninterrupted, tmp_path / "cut", 5)
     assert main(["resume", str(cut)]) == 0
-    runs.assert_same(whole, cut, STEPS)
+    runs.assert_same(uninterrupted, cut, STEPS)
     held_out = [
         [{**line, "time": None} for line in runs.metrics(run) if "held_out_loss" in line]
-        for run in (whole, cut)
+        for run in (uninterrupted, cut)
     ]
     assert held_out[0] == held_out[1]
     assert bool(held_out[0]) == ("--eval_steps=2" in more)
@@ -73,7 +73,7 @@ def test_resumed_run_is_bitwise_the_uninterrupted_one(name, lowdim, tiny_act, tm
 def test_resume_with_pictures(before, after, dataset, tiny_act, tmp_path):
     """Also on a machine with other room for frames: the order of samples is the run's, not the machine's."""
     more = ["--steps=4", "--save_freq=2", "--ema.enable", "--num_workers=2", "--batch_size=6"]
-    whole = runs.train(
+    uninterrupted = runs.train(
         dataset,
         tmp_path / "whole",
         tiny_act,
@@ -81,9 +81,9 @@ def test_resume_with_pictures(before, after, dataset, tiny_act, tmp_path):
         f"--dataset.cache.tier={before}",
         "--dataset.order.pool=5",
     )
-    cut = runs.cut_back(whole, tmp_path / "cut", 2)
+    cut = runs.cut_back(uninterrupted, tmp_path / "cut", 2)
     assert main(["resume", str(cut), f"--dataset.cache.tier={after}", "--dataset.cache.pool_gb=0.001"]) == 0
-    runs.assert_same(whole, cut, 4)
+    runs.assert_same(uninterrupted, cut, 4)
 
 
 AUGMENTED = ["--dataset.image_transforms.enable=true", "--dataset.image_transforms.random_order=true"]
@@ -91,12 +91,12 @@ AUGMENTED = ["--dataset.image_transforms.enable=true", "--dataset.image_transfor
 
 def test_resume_with_augmented_images(dataset, tiny_act, tmp_path):
     more = ["--steps=4", "--save_freq=2", "--dataset.eval_split=0.25", "--eval_steps=4"]
-    whole = runs.train(dataset, tmp_path / "whole", tiny_act, *more, *AUGMENTED)
-    cut = runs.cut_back(whole, tmp_path / "cut", 2)
+    uninterrupted = runs.train(dataset, tmp_path / "whole", tiny_act, *more, *AUGMENTED)
+    cut = runs.cut_back(uninterrupted, tmp_path / "cut", 2)
     assert main(["resume", str(cut)]) == 0
-    runs.assert_same(whole, cut, 4)
+    runs.assert_same(uninterrupted, cut, 4)
     without = runs.train(dataset, tmp_path / "without", tiny_act, *more)
-    first, second = (runs.metrics(run)[0]["loss"] for run in (whole, without))
+    first, second = (runs.metrics(run)[0]["loss"] for run in (uninterrupted, without))
     assert first != second
     files = (
         "policy_preprocessor.json",
@@ -104,27 +104,34 @@ def test_resume_with_augmented_images(dataset, tiny_act, tmp_path):
         "config.json",
     )  # what a robot gets is the same
     for name in files:
-        texts = [(run / "checkpoints/last/pretrained_model" / name).read_text() for run in (whole, without)]
+        texts = [
+            (run / "checkpoints/last/pretrained_model" / name).read_text() for run in (uninterrupted, without)
+        ]
         assert texts[0] == texts[1]
-    said = json.loads((whole / "checkpoints/last/pretrained_model/train_config.json").read_text())
+    saved = json.loads((uninterrupted / "checkpoints/last/pretrained_model/train_config.json").read_text())
     assert (
-        said["dataset"]["image_transforms"]["enable"] and said["dataset"]["image_transforms"]["random_order"]
+        saved["dataset"]["image_transforms"]["enable"]
+        and saved["dataset"]["image_transforms"]["random_order"]
     )
     assert main(["resume", str(cut), "--steps=5", "--dataset.image_transforms.max_num_transforms=1"]) != 0
 
 
 def test_augmentation_does_not_depend_on_how_a_batch_is_split(dataset, tiny_act, tmp_path):
     more = ["--steps=2", "--policy.dropout=0", "--policy.use_vae=false", *AUGMENTED]
-    whole = runs.train(dataset, tmp_path / "whole", tiny_act, *more)
+    uninterrupted = runs.train(dataset, tmp_path / "whole", tiny_act, *more)
     parts = ["--batch_size=2", "--gradient_accumulation_steps=2"]
     split = runs.train(dataset, tmp_path / "split", tiny_act, *more, *parts)
-    losses = [[line["loss"] for line in runs.metrics(run) if "loss" in line] for run in (whole, split)]
+    losses = [
+        [line["loss"] for line in runs.metrics(run) if "loss" in line] for run in (uninterrupted, split)
+    ]
     assert losses[0] == pytest.approx(losses[1], rel=1e-4)
 
 
 def test_order_of_samples_can_not_change(dataset, tiny_act, tmp_path, capsys):
-    whole = runs.train(dataset, tmp_path / "whole", tiny_act, "--steps=1", "--dataset.cache.tier=stream")
-    assert main(["resume", str(whole), "--steps=2", "--dataset.order.kind=uniform"]) != 0
+    uninterrupted = runs.train(
+        dataset, tmp_path / "whole", tiny_act, "--steps=1", "--dataset.cache.tier=stream"
+    )
+    assert main(["resume", str(uninterrupted), "--steps=2", "--dataset.order.kind=uniform"]) != 0
     assert "dataset.order.kind can't change" in capsys.readouterr().err
 
 
@@ -298,16 +305,16 @@ def test_a_run_goes_on_with_its_own_statistics(half, log_lines):
         "policy_preprocessor_step_3_normalizer_processor",
         "policy_postprocessor_step_0_unnormalizer",
     ):
-        (one,) = (run / "checkpoints/last/pretrained_model").glob(f"{name}*")
-        assert one.read_bytes() == (resumed / "checkpoints/last/pretrained_model" / one.name).read_bytes()
+        (path,) = (run / "checkpoints/last/pretrained_model").glob(f"{name}*")
+        assert path.read_bytes() == (resumed / "checkpoints/last/pretrained_model" / path.name).read_bytes()
 
 
 def test_statistics_of_each_dataset_are_the_runs_own(lowdim, tiny_act, tmp_path):
-    one, other = (shutil.copytree(lowdim, tmp_path / name) for name in ("one", "other"))
+    first, second = (shutil.copytree(lowdim, tmp_path / name) for name in ("one", "other"))
     flags = ["--steps=4", "--save_freq=2", "--dataset.stats=per_dataset"]
-    run = runs.train(f"{one},{other}", tmp_path / "run", tiny_act, *flags)
+    run = runs.train(f"{first},{second}", tmp_path / "run", tiny_act, *flags)
     resumed = runs.cut_back(run, tmp_path / "half", 2)
-    change_statistics(other)
+    change_statistics(second)
     assert main(["resume", str(resumed)]) == 0
     runs.assert_same(run, resumed, 4)
 

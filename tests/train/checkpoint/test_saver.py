@@ -17,14 +17,14 @@ from support import runs
 
 
 def test_beside_the_loop_by_default(lowdim, tiny_act, tmp_path, log_lines):
-    whole = runs.train(lowdim, tmp_path / "run", tiny_act, "--steps=4", "--save_freq=2", "--ema.enable")
+    run = runs.train(lowdim, tmp_path / "run", tiny_act, "--steps=4", "--save_freq=2", "--ema.enable")
     inside = ["--checkpoint.async=false", "--ema.enable"]
     other = runs.train(lowdim, tmp_path / "other", tiny_act, "--steps=4", "--save_freq=2", *inside)
     assert not any("training waits" in line for line in log_lines)
-    assert sum("(held the loop for" in line for line in log_lines) == 4
-    for run in (whole, other):
-        runs.assert_checkpoints_whole(run)
-    runs.assert_same(whole, other, 4)
+    assert sum("(the loop waited for" in line for line in log_lines) == 4
+    for folder in (run, other):
+        runs.assert_checkpoints_whole(folder)
+    runs.assert_same(run, other, 4)
 
 
 def test_in_the_loop_if_there_is_no_memory_for_a_copy(lowdim, tiny_act, tmp_path, log_lines, monkeypatch):
@@ -85,7 +85,7 @@ ADVICE = "Free some disk space"
     ],
 )
 def test_only_a_full_disk_is_to_be_freed(error, advised, tmp_path: Path):
-    said = checkpoint.Folder(tmp_path, 7, 10).failure(error)
-    assert isinstance(said, CheckpointError) and "step 7" in str(said)
-    assert (ADVICE in str(said)) == advised and "flexor resume" in str(said)
-    assert advised or str(error) in str(said)
+    failure = checkpoint.Folder(tmp_path, 7, 10).failure(error)
+    assert isinstance(failure, CheckpointError) and "step 7" in str(failure)
+    assert (ADVICE in str(failure)) == advised and "flexor resume" in str(failure)
+    assert advised or str(error) in str(failure)

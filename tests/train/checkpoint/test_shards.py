@@ -27,7 +27,7 @@ def write(folder: Path, tensors: dict[str, torch.Tensor], ranks: int) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     parts = []
     for rank in range(ranks):
-        index, own = {}, {}
+        index, expected = {}, {}
         for name, tensor in tensors.items():
             size = -(-len(tensor) // ranks) if tensor.ndim else 0
             rows = (
@@ -38,12 +38,12 @@ def write(folder: Path, tensors: dict[str, torch.Tensor], ranks: int) -> None:
             if rows is None or rows.stop > rows.start or (len(tensor) == 0 and rank == 0):
                 if rows is None and rank:
                     continue
-                own[name] = tensor if rows is None else tensor[rows].clone()
+                expected[name] = tensor if rows is None else tensor[rows].clone()
                 described = shards._described(tensor, shards.shard_file(rank))
                 if rows is not None:
                     described["pieces"][0] |= {"start": rows.start, "stop": rows.stop}
                 index[name] = described
-        shards._write_safetensors(folder / shards.shard_file(rank), own)
+        shards._write_safetensors(folder / shards.shard_file(rank), expected)
         parts.append(index)
     write_index(folder, parts)
 
@@ -64,8 +64,8 @@ def test_what_ranks_wrote_is_read_whole_and_by_rows(tmp_path_factory, described,
     assert {n: (t.shape, t.dtype) for n, t in opened.described().items()} == {
         n: (t.shape, t.dtype) for n, t in tensors.items()
     }
-    whole = opened.read("model.")
-    assert all(torch.equal(whole[n.removeprefix("model.")], t) for n, t in tensors.items())
+    weights = opened.read("model.")
+    assert all(torch.equal(weights[n.removeprefix("model.")], t) for n, t in tensors.items())
     for rank in range(ranks):  # each file is one that anybody's safetensors can read
         load_file(folder / shards.shard_file(rank))
 
@@ -123,8 +123,8 @@ DAMAGE = {
 }
 
 
-@pytest.mark.parametrize("what", DAMAGE)
-def test_damaged_shards_are_refused(what, written):
-    DAMAGE[what](written)
+@pytest.mark.parametrize("damage", DAMAGE)
+def test_damaged_shards_are_refused(damage, written):
+    DAMAGE[damage](written)
     with pytest.raises((CheckpointError, OSError, ValueError)):
         ShardedTensors(written).read("model.")

@@ -91,14 +91,14 @@ def test_the_policy_at_the_end(server, train, capsys, tmp_path):
     report = json.loads(capsys.readouterr().out)["hub"]
     assert report["pushed"] and report["checkpoint"] == "000004" and report["error"] is None
     assert report["url"] == f"{server.address}/ann/run"
-    repo, there = server.model("ann/run"), files(server)
+    repo, remote = server.model("ann/run"), files(server)
     assert repo.private and repo.refs["main"] == report["commit"] and not repo.tags
     last = as_pushed(run / "checkpoints/last/pretrained_model")
-    assert {name: there[name] for name in last} == last and there.keys() >= POLICY
-    assert not [name for name in there if name.startswith("checkpoints/")]
+    assert {name: remote[name] for name in last} == last and remote.keys() >= POLICY
+    assert not [name for name in remote if name.startswith("checkpoints/")]
     settings = yaml.safe_load((run / "config.yaml").read_text())
     settings["dataset"]["root"] = "lowdim"
-    assert yaml.safe_load(there["config.yaml"]) == settings
+    assert yaml.safe_load(remote["config.yaml"]) == settings
     assert not (run / ".hub").exists()
     loaded = load_pretrained("ann/run")
     assert loaded.policy.config.type == "act" and loaded.policy.config.repo_id is None
@@ -113,7 +113,7 @@ def test_the_card_says_what_was_trained_on_what(server, train):
     assert about["tags"] == ["robotics", "lerobot", "flexor", "act", "kitchen"]
     assert "datasets" not in about  # it is not on the Hub
     loss = runs.figures(run)[-1]["loss"]
-    for said in (
+    for part in (
         "step 4 of 4",
         'load_pretrained("ann/run"',
         'get_policy_class("act").from_pretrained("ann/run")',
@@ -122,7 +122,7 @@ def test_the_card_says_what_was_trained_on_what(server, train):
         "| learning rate | 0.001 |",
         "| versions | flexor ",
     ):
-        assert said in text, said
+        assert part in text, part
     assert "flexor resume hub:" not in text and "Plan and reality" not in text
 
 
@@ -159,14 +159,14 @@ def test_every_checkpoint_and_resume_from_the_hub_exactly(
 ):
     """A run of 4 steps is pushed; another machine downloads it and goes on to 6, bitwise as if nothing had happened."""
     run = train(REPO, *EVERY)
-    repo, there = server.model("ann/run"), files(server)
+    repo, remote = server.model("ann/run"), files(server)
     assert repo.tags.keys() == {"000002", "000004"}
     for name in ("000002", "000004"):
         local = as_pushed(run / "checkpoints" / name)
-        assert {n: there[f"checkpoints/{name}/{n}"] for n in local} == local
+        assert {n: remote[f"checkpoints/{name}/{n}"] for n in local} == local
         at_tag = repo.commits[repo.tags[name]]
         assert at_tag["model.safetensors"].data == local["pretrained_model/model.safetensors"]
-    assert "flexor resume hub:ann/run" in there["README.md"].decode()
+    assert "flexor resume hub:ann/run" in remote["README.md"].decode()
     shutil.rmtree(run)
     assert main(["resume", "hub:ann/run", "--steps=6"]) == 2
     assert "trained on the folder 'lowdim'" in capsys.readouterr().err
@@ -174,8 +174,8 @@ def test_every_checkpoint_and_resume_from_the_hub_exactly(
     resumed = tmp_path / "runs/run"
     assert [p.name for p in checkpoint.complete(resumed / "checkpoints").values()] == ["000004", "000006"]
     assert repo.tags.keys() == {"000002", "000004", "000006"}  # and it is pushed on
-    whole = runs.train(lowdim, tmp_path / "whole", tiny_act, "--steps=6", "--log_freq=2")
-    assert runs.figures(resumed) == runs.figures(whole)
+    uninterrupted = runs.train(lowdim, tmp_path / "whole", tiny_act, "--steps=6", "--log_freq=2")
+    assert runs.figures(resumed) == runs.figures(uninterrupted)
     assert main(["resume", "hub:ann/run", "--steps=6"]) == 0  # nothing to download
     assert any("already has checkpoint 000006" in line for line in log_lines)
 
@@ -192,18 +192,18 @@ def test_resume_at_a_step(pushed, tmp_path):
 
 @pytest.mark.parametrize("damage", ["manifest", "weights", "changed", "same size"])
 def test_a_checkpoint_that_is_not_complete_is_not_resumed(server, pushed, tmp_path, damage, log_lines):
-    there = server.model("ann/run").files
+    remote = server.model("ann/run").files
     base = "checkpoints/000004"
     weights = f"{base}/training_state/optimizer_state.safetensors"
     if damage == "manifest":
-        del there[f"{base}/training_state/manifest.json"]
+        del remote[f"{base}/training_state/manifest.json"]
     elif damage == "weights":
-        del there[weights]
+        del remote[weights]
     elif damage == "changed":
-        there[weights] = Blob(b"something else", True)
+        remote[weights] = Blob(b"something else", True)
     else:  # small files have no hash in the list: it is found after the download
         name = f"{base}/training_state/flexor.json"
-        there[name] = Blob(there[name].data[:-1] + b" ", False)
+        remote[name] = Blob(remote[name].data[:-1] + b" ", False)
     if damage == "same size":
         with pytest.raises(
             CheckpointError, match=r"000004 of .* arrived damaged and was removed: .*flexor.json"
@@ -259,20 +259,20 @@ def test_a_folder_that_is_taken(pushed, train):
 
 
 @pytest.mark.parametrize(
-    ("address", "said"),
+    ("address", "error"),
     [
         ("hub:run", "give hub:USER/NAME"),
         ("hub:ann/none", "ann/none does not exist"),
         ("hub:ann/model", "no complete"),
     ],
 )
-def test_what_is_not_a_run(server, pushed, address, said):
-    whole = server.model("ann/run").files
-    policy = {name: blob for name, blob in whole.items() if not name.startswith("checkpoints/")}
+def test_what_is_not_a_run(server, pushed, address, error):
+    remote = server.model("ann/run").files
+    policy = {name: blob for name, blob in remote.items() if not name.startswith("checkpoints/")}
     server.repos["models", "ann/model"] = Repo(f"{server.address}/ann/model")
     server.model("ann/model").commit(policy, "only the policy")
     assert main(["resume", address]) in (1, 2)
-    with pytest.raises(Exception, match=said):
+    with pytest.raises(Exception, match=error):
         fetch_run(address)
 
 
@@ -314,19 +314,19 @@ def test_offline_mode_is_only_a_warning(server, train, log_lines, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("trouble", "said"),
+    ("trouble", "error"),
     [
         ((401, {}), "does not accept your token"),
         ((403, {}), "no permission to write"),
         (QUOTA, "storage of ann on the Hub is full"),
     ],
 )
-def test_a_wrong_token_is_found_before_training(server, lowdim, tiny_act, tmp_path, capsys, trouble, said):
+def test_a_wrong_token_is_found_before_training(server, lowdim, tiny_act, tmp_path, capsys, trouble, error):
     """And nothing is left behind, so that the same command works as soon as the token does."""
     server.troubles.append(("repos/create", trouble))
     flags = runs.flags(lowdim, tmp_path / "run", tiny_act, REPO, "--steps=1")
     assert main(["train", *flags]) == 1
-    assert said in capsys.readouterr().err and not (tmp_path / "run").exists()
+    assert error in capsys.readouterr().err and not (tmp_path / "run").exists()
     assert main(["train", *flags]) == 0
 
 
@@ -393,10 +393,10 @@ def test_another_runs_checkpoints_are_not_mixed_with_ours(pushed, lowdim, tiny_a
 def test_a_policy_replaces_the_one_before(server, train):
     """Also files that the new one does not have; a card that somebody has written stays."""
     train(REPO)
-    there = server.model("ann/run").files
-    there["policy_preprocessor_step_9_old.safetensors"] = Blob(b"old", True)
-    there["photo.jpg"] = Blob(b"mine", False)
-    there["README.md"] = Blob(b"---\nlicense: mit\n---\nMy own words.", False)
+    remote = server.model("ann/run").files
+    remote["policy_preprocessor_step_9_old.safetensors"] = Blob(b"old", True)
+    remote["photo.jpg"] = Blob(b"mine", False)
+    remote["README.md"] = Blob(b"---\nlicense: mit\n---\nMy own words.", False)
     run = train(REPO, name="second", steps=2)
     now = files(server)
     assert "policy_preprocessor_step_9_old.safetensors" not in now and now["photo.jpg"] == b"mine"
@@ -412,8 +412,8 @@ def test_the_token_is_nowhere(server, train, tmp_path, log_lines, capfd):
     main(["push", "run", "--checkpoints", "--json"])  # whichever checkpoint the trouble was with
     fetch_run("hub:ann/run", tmp_path / "here")
     main(["push", "nowhere"])
-    said = capfd.readouterr()
-    assert TOKEN not in said.out + said.err + "\n".join(log_lines)
+    output = capfd.readouterr()
+    assert TOKEN not in output.out + output.err + "\n".join(log_lines)
     assert [path for path, data in everything_written(tmp_path) if TOKEN.encode() in data] == []
     assert not any(TOKEN.encode() in blob.data for blob in server.model("ann/run").files.values())
 
@@ -429,8 +429,8 @@ def test_what_the_hub_does_not_have_is_not_called_pushed(server, impatient, trai
 
     monkeypatch.setattr(HubRepository, "commit", lose)
     assert main(["push", str(run), "--repo_id=ann/run", "--checkpoints"]) == 1
-    said = capsys.readouterr().err
-    assert "does not have checkpoints/000004/training_state/rng_state.safetensors as it was saved" in said
+    error = capsys.readouterr().err
+    assert "does not have checkpoints/000004/training_state/rng_state.safetensors as it was saved" in error
     assert not server.model("ann/run").tags
 
 
@@ -493,7 +493,7 @@ def test_push_of_one_checkpoint(server, train, capsys):
 
 
 @pytest.mark.parametrize(
-    ("arguments", "said"),
+    ("arguments", "error"),
     [
         (["push", "run"], "run was trained without a repository: name it with --repo_id=USER/NAME"),
         (
@@ -502,7 +502,7 @@ def test_push_of_one_checkpoint(server, train, capsys):
         ),
     ],
 )
-def test_push_of_what_can_not_be_pushed(server, train, capsys, arguments, said):
+def test_push_of_what_can_not_be_pushed(server, train, capsys, arguments, error):
     train(steps=1)
     assert main(arguments) == 1
-    assert said in capsys.readouterr().err
+    assert error in capsys.readouterr().err

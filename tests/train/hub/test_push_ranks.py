@@ -42,11 +42,11 @@ def test_only_the_first_process_pushes(strategy, server, lowdim, tiny_act, tmp_p
     both = ranks.Ranks(tmp_path / "out", 2, flags(lowdim, tmp_path / "run", tiny_act, *more), then=then)
     assert both.end() == [0, 0], both.errors()
     assert server.seen_tokens == {FIRST}
-    there = server.model("ann/run").files
-    assert "model.safetensors" in there and "checkpoints/000004/training_state/manifest.json" in there
+    remote = server.model("ann/run").files
+    assert "model.safetensors" in remote and "checkpoints/000004/training_state/manifest.json" in remote
     saved = tmp_path / "run/checkpoints/000004"
     here = {path.relative_to(saved).as_posix() for path in saved.rglob("*") if path.is_file()}
-    assert {f"checkpoints/000004/{name}" for name in here} <= there.keys()
+    assert {f"checkpoints/000004/{name}" for name in here} <= remote.keys()
     # what was pushed is a run that goes on, on another number of processes
     words = ["resume", "hub:ann/run", f"--output_dir={tmp_path / 'resumed'}", "--steps=5"]
     words += ["--save_checkpoint_to_hub=false", "--policy.push_to_hub=false", f"--dataset.root={lowdim}"]
@@ -66,7 +66,7 @@ def test_a_wrong_token_ends_all_processes_at_the_start(server, lowdim, tiny_act,
 def test_a_run_that_is_told_to_stop_pushes_what_it_saves(server, lowdim, tiny_act, tmp_path):
     then = {0: entered(server, FIRST, trouble.before_step(2, trouble.send(signal.SIGTERM)))}
     more = ("--save_checkpoint_to_hub=true",)
-    one = ranks.Ranks(tmp_path / "out", 1, flags(lowdim, tmp_path / "run", tiny_act, *more), then=then)
-    assert one.end() == [75], one.errors()
+    single = ranks.Ranks(tmp_path / "out", 1, flags(lowdim, tmp_path / "run", tiny_act, *more), then=then)
+    assert single.end() == [75], single.errors()
     saved = [path.name for path in (tmp_path / "run/checkpoints").iterdir() if path.name.isdigit()]
     assert [*server.model("ann/run").tags] == saved and saved != ["000004"]

@@ -20,11 +20,13 @@ installed = pytest.mark.skipif(not INSTALLED, reason="bitsandbytes is not instal
 @installed
 @pytest.mark.parametrize("more", [[], ["--lora.r=256", "--ema.enable", "--checkpoint.async=true"]])
 def test_resumed_run_is_bitwise_the_uninterrupted_one(more, lowdim, tiny_act, tmp_path):
-    whole = runs.train(lowdim, tmp_path / "whole", tiny_act, "--steps=6", "--save_freq=3", *EIGHT, *more)
-    cut = runs.cut_back(whole, tmp_path / "cut", 3)
+    uninterrupted = runs.train(
+        lowdim, tmp_path / "whole", tiny_act, "--steps=6", "--save_freq=3", *EIGHT, *more
+    )
+    cut = runs.cut_back(uninterrupted, tmp_path / "cut", 3)
     assert main(["resume", str(cut)]) == 0
-    runs.assert_same(whole, cut, 6)
-    last = whole / "checkpoints" / "last"
+    runs.assert_same(uninterrupted, cut, 6)
+    last = uninterrupted / "checkpoints" / "last"
     saved = load_file(last / TRAINING_STATE / OPTIMIZER)
     large = [name for name, tensor in saved.items() if name.endswith("/state1") and tensor.numel() >= 4096]
     assert large and {saved[name].dtype for name in large} == {torch.uint8}

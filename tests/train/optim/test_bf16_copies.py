@@ -35,16 +35,16 @@ KINDS = [torch.optim.Adam, torch.optim.AdamW]
 @pytest.fixture
 def copied(monkeypatch) -> list[Bf16Copies]:
     """The copies of each run. Runs on a CPU have some too, and torch's optimizer updates them."""
-    found: list[Bf16Copies] = []
+    created: list[Bf16Copies] = []
 
     class Noted(Bf16Copies):
         def __init__(self, *arguments):
             super().__init__(*arguments)
-            found.append(self)
+            created.append(self)
 
     monkeypatch.setattr(build, "DEVICES", ("cpu", "cuda", "meta"))
     monkeypatch.setattr(build, "Bf16Copies", Noted)
-    return found
+    return created
 
 
 def flags_of(name: str, tiny_act: list[str], folder: Path) -> list[str]:
@@ -81,11 +81,13 @@ def test_the_run_has_the_bits_of_one_that_casts(name, dataset, tiny_act, tmp_pat
 
 def test_a_resumed_run_is_the_uninterrupted_one(dataset, tiny_act, tmp_path, copied):
     """Clipped, too."""
-    whole = train(dataset, tmp_path / "whole", tiny_act, "--save_freq=2", "--optimizer.grad_clip_norm=0.1")
-    cut = runs.cut_back(whole, tmp_path / "cut", 2)
+    uninterrupted = train(
+        dataset, tmp_path / "whole", tiny_act, "--save_freq=2", "--optimizer.grad_clip_norm=0.1"
+    )
+    cut = runs.cut_back(uninterrupted, tmp_path / "cut", 2)
     assert main(["resume", str(cut)]) == 0
     assert len(copied) == 2
-    runs.assert_same(whole, cut, STEPS)
+    runs.assert_same(uninterrupted, cut, STEPS)
 
 
 def test_the_policy_has_its_own_weights_outside_of_a_forward_pass():
@@ -93,16 +95,16 @@ def test_the_policy_has_its_own_weights_outside_of_a_forward_pass():
     network[0].bias.requires_grad_(False)  # a frozen weight has no gradient, so it must not have a copy
     optimizer = torch.optim.Adam(network.parameters(), fused=True)
     copies = Bf16Copies(network, optimizer)
-    own = dict(network.named_parameters())
+    parameters = dict(network.named_parameters())
     with torch.no_grad():
-        own["0.weight"].fill_(1 / 3)  # as a checkpoint that is loaded
+        parameters["0.weight"].fill_(1 / 3)  # as a checkpoint that is loaded
     with pytest.raises(FlexorError), copies.in_use():
         inside = dict(network.named_parameters())
         raise FlexorError
     lower = {name for name, weight in inside.items() if weight.dtype == torch.bfloat16}
-    assert lower == {"0.weight", "2.weight", "2.bias"} and [*inside] == [*own]
-    assert torch.equal(inside["0.weight"], own["0.weight"].bfloat16())
-    assert all(weight is own[name] for name, weight in network.named_parameters())
+    assert lower == {"0.weight", "2.weight", "2.bias"} and [*inside] == [*parameters]
+    assert torch.equal(inside["0.weight"], parameters["0.weight"].bfloat16())
+    assert all(weight is parameters[name] for name, weight in network.named_parameters())
 
 
 def camera(*shape: int) -> PolicyFeature:
@@ -174,7 +176,7 @@ def test_a_plan_has_copies_instead_of_casts():
 # On a GPU
 
 
-def updated(kind: type, decay: float, scale: float | None, own: bool) -> list[Tensor]:
+def updated(kind: type, decay: float, scale: float | None, ours: bool) -> list[Tensor]:
     """Weights, moments and copies after five steps, by Flexor's kernel or by torch's and a cast."""
     torch.manual_seed(0)
     weights = [nn.Parameter(torch.randn(shape).cuda()) for shape in [(1,), (513, 3), (4096,), (70, 1001)]]
@@ -188,9 +190,9 @@ def updated(kind: type, decay: float, scale: float | None, own: bool) -> list[Te
     for _ in range(5):
         for weight, copy in copies.copies.items():
             copy.grad = torch.randn_like(weight).bfloat16() * 1e-2
-            weight.grad = None if own else copy.grad.float()
+            weight.grad = None if ours else copy.grad.float()
         optimizer.grad_scale = None if scale is None else torch.tensor(scale).cuda()
-        if own:
+        if ours:
             copies.step(optimizer)
         else:
             optimizer.step()
@@ -207,10 +209,10 @@ def updated(kind: type, decay: float, scale: float | None, own: bool) -> list[Te
 @pytest.mark.parametrize("decay", [0.0, 0.1])
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_kernel_computes_what_torch_computes(kind, decay, scale, monkeypatch):
-    expected = updated(kind, decay, scale, own=False)
+    expected = updated(kind, decay, scale, ours=False)
     monkeypatch.setattr(bf16_copies, "LARGE", 1)
-    found, again = (updated(kind, decay, scale, own=True) for _ in range(2))
-    for ours, same, theirs in zip(found, again, expected, strict=True):
+    weights, again = (updated(kind, decay, scale, ours=True) for _ in range(2))
+    for ours, same, theirs in zip(weights, again, expected, strict=True):
         assert torch.equal(ours, same)
         torch.testing.assert_close(ours, theirs, rtol=2e-6, atol=1e-6 * float(theirs.abs().max()))
 
@@ -244,9 +246,13 @@ def test_a_run_on_a_gpu_is_the_one_that_casts(name, layout, dataset, tiny_act, t
     # all weights together: biases of keys have no effect, so their gradients are noise, which Adam enlarges
     ours, theirs = (
         torch.cat(
-            [one[each].double().flatten() for each in sorted(one) if each.startswith("pretrained_model")]
+            [
+                weights[each].double().flatten()
+                for each in sorted(weights)
+                if each.startswith("pretrained_model")
+            ]
         )
-        for one in (first, second)
+        for weights in (first, second)
     )
     assert (ours - theirs).norm() <= 2e-2 * theirs.norm()
 

@@ -43,10 +43,10 @@ def test_the_same_update_as_clipping_first(kind, limit):
 @pytest.mark.parametrize("limit", [0.0, 0.5, 1e6])
 @pytest.mark.parametrize("kind", CLASSES)
 def test_the_same_update_on_a_gpu(kind, limit):
-    there, norm = updated("cuda:0", kind, limit, False)
+    on_gpu, norm = updated("cuda:0", kind, limit, False)
     here, same = updated("cpu", kind, limit, False)
     torch.testing.assert_close(norm.cpu(), same)
-    for left, right in zip(there.parameters(), here.parameters()):
+    for left, right in zip(on_gpu.parameters(), here.parameters()):
         torch.testing.assert_close(left.cpu(), right, atol=1e-5, rtol=1e-4)
 
 

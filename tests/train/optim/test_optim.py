@@ -29,11 +29,11 @@ def test_what_is_given_wins_then_the_preset_then_the_default():
 
 
 @pytest.mark.parametrize(
-    "given, named", [({"momentum": 0.9}, "momentum"), ({"type": "sgd", "betas": (0.9, 0.9)}, "betas")]
+    "option, named", [({"momentum": 0.9}, "momentum"), ({"type": "sgd", "betas": (0.9, 0.9)}, "betas")]
 )
-def test_option_without_meaning_for_the_optimizer(given, named):
+def test_option_without_meaning_for_the_optimizer(option, named):
     with pytest.raises(ConfigError, match=rf"optimizer\.{named} has no effect with"):
-        resolve_optimizer(OptimizerConfig(**given), ACTConfig())
+        resolve_optimizer(OptimizerConfig(**option), ACTConfig())
 
 
 @pytest.mark.parametrize(

@@ -39,10 +39,10 @@ def places(processes: Processes) -> tuple[int, ...]:
 
 
 def test_torchrun():
-    found = find_processes(TORCHRUN)
-    assert places(found) == (5, 8, 1, 4)
-    assert (found.launcher, found.restarts, found.is_main) == ("torchrun", 2, False)
-    assert str(found.host) in found.launch  # "none" is what all runs are called there
+    processes = find_processes(TORCHRUN)
+    assert places(processes) == (5, 8, 1, 4)
+    assert (processes.launcher, processes.restarts, processes.is_main) == ("torchrun", 2, False)
+    assert str(processes.host) in processes.launch  # "none" is what all runs are called there
 
 
 def test_accelerate():
@@ -50,16 +50,16 @@ def test_accelerate():
 
 
 def test_flexor():
-    own = {k: v for k, v in TORCHRUN.items() if not k.startswith("TORCHELASTIC")}
-    found = find_processes({**own, "FLEXOR_RUN_ID": "abc", "FLEXOR_RESTART_COUNT": "1"})
-    assert (found.launcher, found.launch, found.restarts) == ("flexor", "abc", 1)
+    ours = {k: v for k, v in TORCHRUN.items() if not k.startswith("TORCHELASTIC")}
+    processes = find_processes({**ours, "FLEXOR_RUN_ID": "abc", "FLEXOR_RESTART_COUNT": "1"})
+    assert (processes.launcher, processes.launch, processes.restarts) == ("flexor", "abc", 1)
 
 
 @pytest.mark.parametrize(("tasks", "local"), [("2(x2)", 2), ("3,1", 1), ("1,2(x3)", 2), ("4", 4)])
 def test_srun(tasks, local, monkeypatch):
-    found = find_processes({**SRUN, "SLURM_STEP_TASKS_PER_NODE": tasks, "SLURM_RESTART_COUNT": "1"})
-    assert places(found) == (3, 4, 1, local)
-    assert (found.launcher, found.launch, found.restarts) == ("srun", "12345", 1)
+    processes = find_processes({**SRUN, "SLURM_STEP_TASKS_PER_NODE": tasks, "SLURM_RESTART_COUNT": "1"})
+    assert places(processes) == (3, 4, 1, local)
+    assert (processes.launcher, processes.launch, processes.restarts) == ("srun", "12345", 1)
     import os
 
     assert (os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"]) == ("node7", "22345")

@@ -73,9 +73,9 @@ def test_scaled_rates_reach_every_group(lowdim, tiny_act, tmp_path):
 def test_epochs_become_steps(samples, epochs, world):
     settings = config(f"--epochs={epochs}")
     split = split_batch(settings, world)
-    seen = resolve_batch(settings, split, samples).steps * split.global_batch
-    assert seen >= epochs * samples - 1e-6 * samples
-    assert seen - split.global_batch < epochs * samples + 1e-6 * samples
+    trained = resolve_batch(settings, split, samples).steps * split.global_batch
+    assert trained >= epochs * samples - 1e-6 * trained
+    assert trained - split.global_batch < epochs * samples + 1e-6 * trained
 
 
 def test_steps_and_epochs_are_one_question():

@@ -19,8 +19,8 @@ import torch.distributed as dist
 
 from flexor.core.errors import FlexorError
 from flexor.core.log import setup_logging
-from flexor.train.ranks import watchdog
-from flexor.train.ranks.heartbeats import PREFIX, Heartbeat, Moment
+from flexor.train.ranks import watchdog as module
+from flexor.train.ranks.heartbeats import PREFIX, Activity, Heartbeat
 from flexor.train.ranks.watchdog import HUNG, Watchdog
 from support import environment, selection
 from support.limits import FOREVER_S, LIMIT_S, wait_for
@@ -55,13 +55,13 @@ def become(folder: Path, rank: int, world_size: int, scene: Scene) -> None:
         sys.stderr = os.fdopen(2, "w", 1)
         setup_logging()
         torch.set_num_threads(1)
-        watchdog.GRACE_S, watchdog.STILL_S = 2.0, 1.0
+        module.GRACE_S, module.LOG_S = 2.0, 1.0
         store = join(folder, rank, world_size)
         limit = timedelta(hours=1)  # as in a run: the watchdog decides, not the collective
         dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size, timeout=limit)
         store = dist.distributed_c10d._get_default_store()
-        with Watchdog(rank, world_size, f"host-{rank}", store, TIMEOUT_S) as dog:
-            scene(dog)
+        with Watchdog(rank, world_size, f"host-{rank}", store, TIMEOUT_S) as watchdog:
+            scene(watchdog)
         code = 0
     except FlexorError as error:
         print(error, file=sys.stderr)
@@ -90,9 +90,9 @@ class Play:
         for process, code in zip(self.ranks, codes):
             if code is not None:
                 process.join(LIMIT_S)
-        said = [(self.folder / f"rank{rank}").read_text() for rank in range(len(codes))]
-        assert [process.exitcode for process in self.ranks] == list(codes), "\n\n".join(said)
-        return said
+        outputs = [(self.folder / f"rank{rank}").read_text() for rank in range(len(codes))]
+        assert [process.exitcode for process in self.ranks] == list(codes), "\n\n".join(outputs)
+        return outputs
 
 
 @pytest.fixture(scope="module")
@@ -106,227 +106,227 @@ def plays(tmp_path_factory) -> Iterator[dict[Scene, Play]]:
         process.kill()
 
 
-def step(dog: Watchdog, number: int) -> None:
-    dog.beat(number, "reading data")
-    dog.beat(number, "backward")
+def step(watchdog: Watchdog, number: int) -> None:
+    watchdog.beat(number, "reading data")
+    watchdog.beat(number, "backward")
     dist.all_reduce(torch.ones(1))
 
 
-def be_heard(dog: Watchdog) -> None:
+def be_heard(watchdog: Watchdog) -> None:
     """Wait until the others can know where this rank is."""
-    said, store = Heartbeat(dog.rank), dist.distributed_c10d._get_default_store()
-    while said.moment != dog._moment:
+    last, store = Heartbeat(watchdog.rank), dist.distributed_c10d._get_default_store()
+    while last.activity != watchdog._activity:
         time.sleep(0.01)
-        said.read(store.get(f"{PREFIX}{dog.rank}"), 0)
+        last.update(store.get(f"{PREFIX}{watchdog.rank}"), 0)
 
 
-def hang_in_data(dog: Watchdog) -> None:
+def hang_in_data(watchdog: Watchdog) -> None:
     for number in range(3):
-        step(dog, number)
-    if dog.rank == 1:
-        dog.beat(3, "reading data")
+        step(watchdog, number)
+    if watchdog.rank == 1:
+        watchdog.beat(3, "reading data")
         time.sleep(FOREVER_S)
-    step(dog, 3)
+    step(watchdog, 3)
 
 
 def test_a_rank_that_hangs_is_named_by_itself_and_by_those_who_wait(plays):
-    said = plays[hang_in_data].end(HUNG, HUNG, HUNG)
+    outputs = plays[hang_in_data].end(HUNG, HUNG, HUNG)
     message = (
         r"rank 1 on host-1 has made no progress for \d+ s: step 3, reading data. Ranks 0 and 2 wait for it."
     )
     for rank in range(3):
-        assert re.search(message, said[rank]), said[rank]
+        assert re.search(message, outputs[rank]), outputs[rank]
     sleeping = hang_in_data.__code__.co_firstlineno + 5
-    assert re.search(rf"{Path(__file__).name}:{sleeping} in hang_in_data", said[1]), said[1]
+    assert re.search(rf"{Path(__file__).name}:{sleeping} in hang_in_data", outputs[1]), outputs[1]
     for rank in (0, 2):
-        assert f"This is rank {rank} on host-{rank}, at step 3, backward" in said[rank]
+        assert f"This is rank {rank} on host-{rank}, at step 3, backward" in outputs[rank]
 
 
-def hang_in_backward(dog: Watchdog) -> None:
-    step(dog, 0)
-    dog.beat(1, "backward")
+def hang_in_backward(watchdog: Watchdog) -> None:
+    step(watchdog, 0)
+    watchdog.beat(1, "backward")
     time.sleep(FOREVER_S)
 
 
 def test_ranks_that_hang_in_the_same_place_all_say_their_stacks(plays):
-    said = plays[hang_in_backward].end(HUNG, HUNG)
+    outputs = plays[hang_in_backward].end(HUNG, HUNG)
     both = "rank 0 on host-0, rank 1 on host-1 have made no progress"
-    assert both in said[0]
+    assert both in outputs[0]
     # on a busy machine, rank 0 may have ended long before, and its store with it
-    assert both in said[1] or "hosted by rank 0 or its launcher, has not answered" in said[1]
+    assert both in outputs[1] or "hosted by rank 0 or its launcher, has not answered" in outputs[1]
     for rank in range(2):
-        assert "in hang_in_backward" in said[rank]
+        assert "in hang_in_backward" in outputs[rank]
 
 
-def freeze(dog: Watchdog, which: int) -> None:
-    step(dog, 0)
-    if dog.rank == which:
-        be_heard(dog)
+def freeze(watchdog: Watchdog, which: int) -> None:
+    step(watchdog, 0)
+    if watchdog.rank == which:
+        be_heard(watchdog)
         os.kill(os.getpid(), signal.SIGSTOP)
-    step(dog, 1)
+    step(watchdog, 1)
 
 
-def freeze_1(dog: Watchdog) -> None:
-    freeze(dog, 1)
+def freeze_1(watchdog: Watchdog) -> None:
+    freeze(watchdog, 1)
 
 
-def freeze_0(dog: Watchdog) -> None:
-    freeze(dog, 0)
+def freeze_0(watchdog: Watchdog) -> None:
+    freeze(watchdog, 0)
 
 
 def test_a_frozen_rank_is_named_by_those_who_wait(plays):
-    (said, _) = plays[freeze_1].end(HUNG, None)
+    (output, _) = plays[freeze_1].end(HUNG, None)
     assert re.search(
         r"rank 1 on host-1 has sent no heartbeat for \d+ s: dead or frozen, last seen at step 0, backward",
-        said,
+        output,
     )
-    assert "in all_reduce" in said
+    assert "in all_reduce" in output
 
 
 def test_a_store_that_is_frozen_does_not_freeze_the_watchdog(plays):
-    (_, said) = plays[freeze_0].end(None, HUNG)
+    (_, output) = plays[freeze_0].end(None, HUNG)
     assert (
         "The torch.distributed store of this run, hosted by rank 0 or its launcher, has not answered for"
-        in said
+        in output
     )
-    assert "This is rank 1 on host-1, at step 1, backward" in said
+    assert "This is rank 1 on host-1, at step 1, backward" in output
 
 
-def hold_the_interpreter(dog: Watchdog) -> None:
-    step(dog, 0)
-    if dog.rank == 1:
-        be_heard(dog)
+def hold_the_interpreter(watchdog: Watchdog) -> None:
+    step(watchdog, 0)
+    if watchdog.rank == 1:
+        be_heard(watchdog)
         ctypes.PyDLL(None).sleep(int(FOREVER_S))  # PyDLL: unlike CDLL, without letting other threads run
-    step(dog, 1)
+    step(watchdog, 1)
 
 
 def test_a_rank_that_no_thread_can_speak_for_says_its_stack_all_the_same(plays):
-    said = plays[hold_the_interpreter].end(HUNG, None)
-    assert "rank 1 on host-1 has sent no heartbeat" in said[0]
-    assert "in hold_the_interpreter" in said[1]
+    outputs = plays[hold_the_interpreter].end(HUNG, None)
+    assert "rank 1 on host-1 has sent no heartbeat" in outputs[0]
+    assert "in hold_the_interpreter" in outputs[1]
 
 
-def die(dog: Watchdog, which: int) -> None:
-    step(dog, 0)
-    if dog.rank == which:
-        be_heard(dog)
+def die(watchdog: Watchdog, which: int) -> None:
+    step(watchdog, 0)
+    if watchdog.rank == which:
+        be_heard(watchdog)
         os.kill(os.getpid(), signal.SIGKILL)
-    step(dog, 1)
+    step(watchdog, 1)
 
 
-def die_1(dog: Watchdog) -> None:
-    die(dog, 1)
+def die_1(watchdog: Watchdog) -> None:
+    die(watchdog, 1)
 
 
-def die_0(dog: Watchdog) -> None:
-    die(dog, 0)
+def die_0(watchdog: Watchdog) -> None:
+    die(watchdog, 0)
 
 
 def test_a_dead_rank_is_named_by_those_whose_collective_fails(plays):
-    (said, _) = plays[die_1].end(HUNG, KILLED)
-    assert "rank 1 on host-1 has sent no heartbeat" in said
-    assert "Traceback" not in said
+    (output, _) = plays[die_1].end(HUNG, KILLED)
+    assert "rank 1 on host-1 has sent no heartbeat" in output
+    assert "Traceback" not in output
 
 
 def test_a_dead_rank_0_that_kept_the_store(plays):
-    (_, said) = plays[die_0].end(KILLED, HUNG)
+    (_, output) = plays[die_0].end(KILLED, HUNG)
     assert (
         "The torch.distributed store of this run, hosted by rank 0 or its launcher, has not answered for"
-        in said
+        in output
     )
 
 
-def fail(dog: Watchdog) -> None:
-    step(dog, 0)
-    if dog.rank == 1:
-        dog.beat(1, "reading data")
+def fail(watchdog: Watchdog) -> None:
+    step(watchdog, 0)
+    if watchdog.rank == 1:
+        watchdog.beat(1, "reading data")
         raise FlexorError("videos/top.mp4 is broken.")
-    step(dog, 1)
+    step(watchdog, 1)
 
 
 def test_the_error_of_a_rank_is_told_to_the_others(plays):
-    said = plays[fail].end(HUNG, 1)
+    outputs = plays[fail].end(HUNG, 1)
     assert (
         "rank 1 on host-1 has ended at step 1, reading data: FlexorError: videos/top.mp4 is broken."
-        in said[0]
+        in outputs[0]
     )
-    assert said[1] == "videos/top.mp4 is broken.\n"
+    assert outputs[1] == "videos/top.mp4 is broken.\n"
 
 
-def fail_unnoticed(dog: Watchdog) -> None:
+def fail_unnoticed(watchdog: Watchdog) -> None:
     """As with NCCL: that the other one is gone does not end a wait."""
     try:
-        step(dog, 0)
-        if dog.rank == 1:
+        step(watchdog, 0)
+        if watchdog.rank == 1:
             raise FlexorError("no room on the disk.")
-        dog.beat(1, "backward")
+        watchdog.beat(1, "backward")
         time.sleep(FOREVER_S)
     finally:
-        watchdog.GONE_S = 1.0
+        module.GONE_S = 1.0
 
 
 def test_who_waits_for_a_rank_that_failed_does_not_wait_for_long(plays):
-    said = plays[fail_unnoticed].end(HUNG, 1)
-    assert "rank 1 on host-1 has ended at step 0, backward: FlexorError: no room on the disk." in said[0]
-    assert "in fail_unnoticed" in said[0]
+    outputs = plays[fail_unnoticed].end(HUNG, 1)
+    assert "rank 1 on host-1 has ended at step 0, backward: FlexorError: no room on the disk." in outputs[0]
+    assert "in fail_unnoticed" in outputs[0]
 
 
-def take_long(dog: Watchdog) -> None:
+def take_long(watchdog: Watchdog) -> None:
     """Rank 0 takes its time; the others wait in a collective, one of them patiently."""
-    step(dog, 0)
-    if dog.rank == 0:
-        with dog.patiently("evaluating"):
+    step(watchdog, 0)
+    if watchdog.rank == 0:
+        with watchdog.without_limit("evaluating"):
             time.sleep(3 * TIMEOUT_S)
             dist.barrier()
-    elif dog.rank == 2:
-        with dog.patiently("waiting for the evaluation"):
+    elif watchdog.rank == 2:
+        with watchdog.without_limit("waiting for the evaluation"):
             dist.barrier()
     else:
         dist.barrier()
     for number in range(1, 4):
-        step(dog, number)
+        step(watchdog, number)
         time.sleep(0.2)
     dist.barrier()
 
 
 def test_nobody_gets_impatient_with_a_rank_that_may_take_long(plays):
-    said = plays[take_long].end(0, 0, 0)
-    assert "rank 0: still evaluating after 0 min" in said[0]
-    assert said[1] == ""
-    assert "rank 2: still waiting for the evaluation after 0 min" in said[2]
+    outputs = plays[take_long].end(0, 0, 0)
+    assert "rank 0: still evaluating after 0 min" in outputs[0]
+    assert outputs[1] == ""
+    assert "rank 2: still waiting for the evaluation after 0 min" in outputs[2]
 
 
-def freeze_while_saving(dog: Watchdog) -> None:
-    with dog.patiently("saving"):
-        if dog.rank == 1:
-            be_heard(dog)
+def freeze_while_saving(watchdog: Watchdog) -> None:
+    with watchdog.without_limit("saving"):
+        if watchdog.rank == 1:
+            be_heard(watchdog)
             os.kill(os.getpid(), signal.SIGSTOP)
         dist.barrier()
 
 
 def test_patience_ends_with_the_life_of_a_rank(plays):
-    (said, _) = plays[freeze_while_saving].end(HUNG, None)
-    assert "rank 1 on host-1 has sent no heartbeat" in said
+    (output, _) = plays[freeze_while_saving].end(HUNG, None)
+    assert "rank 1 on host-1 has sent no heartbeat" in output
 
 
-def give_up_early(dog: Watchdog) -> None:
+def give_up_early(watchdog: Watchdog) -> None:
     """The collective has a time limit of its own, shorter than the watchdog's."""
-    step(dog, 0)
+    step(watchdog, 0)
     group = dist.new_group()  # making it may take as long as it likes
     dist.distributed_c10d._set_pg_timeout(timedelta(seconds=0.1), group)
-    dog.beat(1, "reading data")
-    be_heard(dog)
+    watchdog.beat(1, "reading data")
+    be_heard(watchdog)
     dist.barrier()
-    if dog.rank == 1:
+    if watchdog.rank == 1:
         time.sleep(FOREVER_S)
-    dog.beat(1, "backward")
+    watchdog.beat(1, "backward")
     dist.barrier(group)
 
 
 def test_who_is_behind_is_named_also_when_a_collective_gives_up(plays):
-    (said, _) = plays[give_up_early].end(HUNG, HUNG)
+    (output, _) = plays[give_up_early].end(HUNG, HUNG)
     assert re.search(
-        r"rank 1 on host-1 has made no progress for \d+ s: step 1, reading data. Rank 0 waits", said
+        r"rank 1 on host-1 has made no progress for \d+ s: step 1, reading data. Rank 0 waits", output
     )
 
 
@@ -353,10 +353,10 @@ def read_video():
     print("reading", flush=True)
     sys.stdin.readline()
 
-with Watchdog(0, 1, "here", None, float(sys.argv[1])) as dog:
-    with dog.patiently("loading"):
+with Watchdog(0, 1, "here", None, float(sys.argv[1])) as watchdog:
+    with watchdog.without_limit("loading"):
         time.sleep(0.8)
-    dog.beat(7, "reading data")
+    watchdog.beat(7, "reading data")
     read_video()
 assert "torch" not in sys.modules
 """
@@ -379,10 +379,10 @@ def test_one_process_says_where_it_hangs_and_lives_on(tmp_path):
     process = alone(0.5, log)
     wait_for(lambda: "in read_video" in log.read_text())
     process.communicate("go on\n", timeout=LIMIT_S)
-    said = log.read_text()
-    assert process.returncode == 0, said
-    assert "rank 0 on here has made no progress for" in said and "step 7, reading data" in said
-    assert "in read_video" in said and "loading" not in said
+    output = log.read_text()
+    assert process.returncode == 0, output
+    assert "rank 0 on here has made no progress for" in output and "step 7, reading data" in output
+    assert "in read_video" in output and "loading" not in output
 
 
 def test_a_process_that_was_suspended_has_not_hung(tmp_path):
@@ -398,14 +398,17 @@ def test_a_process_that_was_suspended_has_not_hung(tmp_path):
 
 
 def test_many_ranks_make_a_short_message():
-    dog = Watchdog(0, 100, "host-0", dist.HashStore(), 600)
-    dog.beat(5, "backward")
-    for peer in dog._peers().values():
+    watchdog = Watchdog(0, 100, "host-0", dist.HashStore(), 600)
+    watchdog.beat(5, "backward")
+    for peer in watchdog._peers().values():
         late = peer.rank >= 50
-        peer.read(
-            Heartbeat(peer.rank, "far", Moment(4 if late else 5, 1, "reading data"), 610).write(1).encode(), 0
+        peer.update(
+            Heartbeat(peer.rank, "far", Activity(4 if late else 5, 1, "reading data"), 610)
+            .to_json(1)
+            .encode(),
+            0,
         )
-    culprits, message = dog._behind()
+    culprits, message = watchdog._behind()
     assert culprits == list(range(50, 100))
     assert "rank 57 on far and 42 more have made no progress for 610 s: step 4, reading data." in message
     assert "50 ranks wait for them." in message

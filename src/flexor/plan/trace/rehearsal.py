@@ -119,7 +119,7 @@ class Rehearsal:
         if captures_steps(config):
             keep_copies(config, engine, replace(self.split, world_size=world_size), made)
         if engine.copies:  # made here, since they are not part of every step
-            tracker.name(engine.copies.made().values(), "casts")
+            tracker.name(engine.copies.create().values(), "casts")
         if config.compile and device != META:
             compile_blocks(self.policy, device)
         ema = EMA(self.policy, config.ema.decay) if config.ema.enable else None

@@ -22,21 +22,19 @@ def export(path: Path, output: Path | None = None) -> Path:
 
     `output` is a new folder for it. By default the weights are written into the checkpoint itself.
     """
-    found = find_checkpoint(path)
-    checkpoint.verify(found)
-    target = found / PRETRAINED
+    source = find_checkpoint(path)
+    checkpoint.verify(source)
+    target = source / PRETRAINED
     files_to_push(target, hidden=True)  # refuses links: weights would be written into what they lead to
     if output is not None:
         check_output_folder(output, "--output")
         if output.exists():
-            raise ConfigError(
-                f"{output} already exists: choose a new folder, so that nothing is overwritten."
-            )
+            raise ConfigError(f"{output} already exists: choose a new folder, so nothing is overwritten.")
         shutil.copytree(target, output)
         target = output
     if not (target / WEIGHTS).is_file():
         check_output_folder(target, "--output")
-        _write_weights(found, target)
+        _write_weights(source, target)
     return target
 
 
@@ -50,20 +48,17 @@ def find_checkpoint(path: Path) -> Path:
     return newest
 
 
-def _write_weights(found: Path, target: Path) -> None:
-    """Write the moving average (EMA) if there is one, with adapters merged, as in any checkpoint.
-
-    One process reads all shards.
-    """
-    run = checkpoint.read_state(found, "flexor.json")
+def _write_weights(source: Path, target: Path) -> None:
+    """Write the moving average (EMA) if there is one, with adapters merged. One process reads all shards."""
+    run = checkpoint.read_state(source, "flexor.json")
     kind = "model." if run["ema_updates"] is None else "ema."
-    weights = ShardedTensors(found / TRAINING_STATE / SHARDS).read(kind)
+    weights = ShardedTensors(source / TRAINING_STATE / SHARDS).read(kind)
     lora = from_plain(LoraConfig, run["config"].get("lora", {}))
     if lora.r:
         save_adapter(target, weights, lora, base_policy(run["config"].get("policy_path")))
         weights = merged(weights, lora)
-    aside = target / f".{WEIGHTS}"
-    save_weights(run["config"]["policy"]["type"], weights, aside)
-    if target == found / PRETRAINED:
-        checkpoint.add_exported(found, f"{PRETRAINED}/{WEIGHTS}", aside)
-    aside.rename(target / WEIGHTS)
+    temporary = target / f".{WEIGHTS}"
+    save_weights(run["config"]["policy"]["type"], weights, temporary)
+    if target == source / PRETRAINED:
+        checkpoint.add_exported(source, f"{PRETRAINED}/{WEIGHTS}", temporary)
+    temporary.rename(target / WEIGHTS)

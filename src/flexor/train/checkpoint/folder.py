@@ -39,21 +39,21 @@ class Folder:
     def __init__(self, checkpoints: Path, step: int, total_steps: int):
         self.step = step
         self.final = checkpoints / folder_name(step, total_steps)
-        self.aside = checkpoints / f".{self.final.name}.writing"
+        self.temporary = checkpoints / f".{self.final.name}.writing"
 
     def open(self) -> None:
-        self.drop()
-        (self.aside / "training_state").mkdir(parents=True)
+        self.remove()
+        (self.temporary / "training_state").mkdir(parents=True)
 
-    def drop(self) -> None:
+    def remove(self) -> None:
         """Remove what was written so far."""
-        shutil.rmtree(self.aside, ignore_errors=True)
+        shutil.rmtree(self.temporary, ignore_errors=True)
 
     def finish(self, hashes: Mapping[str, str] | None = None) -> None:
         """`hashes`: those that are already computed, by the file's name in the folder."""
-        _write_manifest(self.aside, self.step, hashes or {})
+        _write_manifest(self.temporary, self.step, hashes or {})
         same_step = numbered_checkpoints(self.final.parent).get(self.step)
-        _replace_folder(self.aside, self.final)
+        _replace_folder(self.temporary, self.final)
         if same_step is not None and same_step != self.final:
             _remove(same_step)  # with fewer digits: the run was to have fewer steps then
         point_last_at(self.final)
@@ -62,45 +62,47 @@ class Folder:
         """Remove what `prune` would remove after this save, but not the newest complete checkpoint. Their steps."""
         earlier = complete(self.final.parent)
         steps = [step for step in earlier if step != self.step]
-        doomed = _surplus([*steps, self.step], keep_last, keep_every)
-        doomed = [step for step in doomed if step in steps[:-1]]
-        for step in doomed:
+        surplus = _surplus([*steps, self.step], keep_last, keep_every)
+        surplus = [step for step in surplus if step in steps[:-1]]
+        for step in surplus:
             _remove(earlier[step])
-        return doomed
+        return surplus
 
     def failure(self, error: Exception) -> CheckpointError:
         """A readable message for an error while writing."""
-        return _failed(self.final.parent, self.step, error)
-
-
-def _failed(checkpoints: Path, step: int, error: Exception) -> CheckpointError:
-    kept, full = newest(checkpoints), no_room(error, checkpoints)
-    free = ""
-    with contextlib.suppress(OSError):
-        free = f" ({shutil.disk_usage(checkpoints).free / 1e9:.2f} GB free)"
-    cause = f"{full}{free}" if full else f"{error}"
-    fix = "Free some disk space (--checkpoint.keep_last=2 keeps fewer checkpoints)" if full else "Fix that"
-    return CheckpointError(
-        f"Can't save the checkpoint of step {step} in {checkpoints}: {cause.rstrip('.')}. "
-        + (f"The last good checkpoint is {kept}. " if kept else "There is no earlier checkpoint. ")
-        + f"{fix} and continue with `flexor resume`."
-    )
+        checkpoints = self.final.parent
+        previous, full, free = newest(checkpoints), disk_full(error, checkpoints), ""
+        with contextlib.suppress(OSError):
+            free = f" ({shutil.disk_usage(checkpoints).free / 1e9:.2f} GB free)"
+        cause = f"{full}{free}" if full else f"{error}"
+        fix = (
+            "Free some disk space (--checkpoint.keep_last=2 keeps fewer checkpoints)" if full else "Fix that"
+        )
+        return CheckpointError(
+            f"Can't save the checkpoint of step {self.step} in {checkpoints}: {cause.rstrip('.')}. "
+            + (
+                f"The last good checkpoint is {previous}. "
+                if previous
+                else "There is no earlier checkpoint. "
+            )
+            + f"{fix} and continue with `flexor resume`."
+        )
 
 
 LEAST_FREE = 1 << 16  # bytes: a disk with less is full
-NO_ROOM = {errno.ENOSPC: "the disk is full", errno.EDQUOT: "the disk quota is used up"}
+FULL = {errno.ENOSPC: "the disk is full", errno.EDQUOT: "the disk quota is used up"}
 
 
-def no_room(error: Exception, folder: Path) -> str | None:
-    """What has no room left; None for another error. Errors of other libraries or ranks have only a text."""
+def disk_full(error: Exception, folder: Path) -> str | None:
+    """That the disk or the quota is full; None for another error. Those of libraries and other ranks are only texts."""
     text = str(error)
-    for number, what in NO_ROOM.items():
+    for number, message in FULL.items():
         signs = (f"os error {number})", os.strerror(number))
         if getattr(error, "errno", None) == number or any(sign in text for sign in signs):
-            return what
+            return message
     # torch says something about positions in a file
     with contextlib.suppress(OSError):
-        return NO_ROOM[errno.ENOSPC] if shutil.disk_usage(folder).free < LEAST_FREE else None
+        return FULL[errno.ENOSPC] if shutil.disk_usage(folder).free < LEAST_FREE else None
     return None
 
 
@@ -119,14 +121,14 @@ def _write_manifest(folder: Path, step: int, hashes: Mapping[str, str]) -> None:
 
 
 def add_exported(folder: Path, name: str, path: Path) -> None:
-    """List a file that will be in the checkpoint as `name`, and is now at `path`: whoever loads it compares it."""
-    manifest, aside = folder / MANIFEST, folder / TRAINING_STATE / ".manifest.writing"
-    listed = read_json(manifest)
-    listed.setdefault(EXPORTED, {})[name] = {"size": path.stat().st_size, "sha256": hash_file(path)}
-    aside.unlink(missing_ok=True)  # a link, perhaps: the checkpoint may be a stranger's
-    aside.write_text(json.dumps(listed, indent=2))
-    flush_to_disk(aside)
-    aside.rename(manifest)
+    """Add a file to the manifest that will be in the checkpoint as `name`, and is now at `path`."""
+    manifest, temporary = folder / MANIFEST, folder / TRAINING_STATE / ".manifest.writing"
+    content = read_json(manifest)
+    content.setdefault(EXPORTED, {})[name] = {"size": path.stat().st_size, "sha256": hash_file(path)}
+    temporary.unlink(missing_ok=True)  # a link, perhaps: the checkpoint may be a stranger's
+    temporary.write_text(json.dumps(content, indent=2))
+    flush_to_disk(temporary)
+    temporary.rename(manifest)
 
 
 def read_state(folder: Path, name: str) -> Any:
@@ -154,7 +156,7 @@ def point_last_at(folder: Path) -> None:
     link = folder.parent / f".{LAST}.{os.getpid()}"
     try:
         if last.is_dir() and not last.is_symlink():
-            _put_aside(last)
+            _move_away(last)
         link.unlink(missing_ok=True)
         link.symlink_to(folder.name)
         link.rename(last)
@@ -162,14 +164,11 @@ def point_last_at(folder: Path) -> None:
         with contextlib.suppress(OSError):
             link.unlink(missing_ok=True)
             last.unlink(missing_ok=True)  # it would name an older one
-        warn_once(
-            "%s is not a link to the newest checkpoint: %s. Flexor finds it by its number",
-            last,
-            error.strerror,
-        )
+        warning = "%s is not a link to the newest checkpoint: %s. Flexor finds it by its number"
+        warn_once(warning, last, error.strerror)
 
 
-def _put_aside(last: Path) -> None:
+def _move_away(last: Path) -> None:
     """Free the name `last`, which is a folder: a copy of the run followed the link. No checkpoint is lost."""
     step, earlier = _step_of(last), complete(last.parent)
     if step is not None and step not in earlier:
@@ -181,9 +180,8 @@ def _put_aside(last: Path) -> None:
         _remove(last)
     else:
         target = next(t for n in itertools.count(1) if not (t := last.with_name(f"{LAST}.copy-{n}")).exists())
-        log.warning(
-            "%s is a folder, not a link, and no copy of a checkpoint here: renamed to %s", last, target.name
-        )
+        warning = "%s is a folder, not a link, and no copy of a checkpoint here: renamed to %s"
+        log.warning(warning, last, target.name)
         last.rename(target)
 
 
@@ -217,23 +215,17 @@ def newest(checkpoints: Path) -> Path | None:
 def verify(folder: Path) -> None:
     """Refuse a checkpoint whose files are not those that were saved."""
     if wrong := difference(folder):
-        raise CheckpointError(f"{folder} is damaged: {wrong}. {_instead(folder)}")
-
-
-def _instead(folder: Path) -> str:
-    others = [p.name for p in complete(folder.parent).values() if p != folder]
-    if not others:
-        return "There is no other checkpoint."
-    return f"Move it away, and `flexor resume` continues from {others[-1]}."
+        usable = [p.name for p in complete(folder.parent).values() if p != folder]
+        fix = f"Move it away, and `flexor resume` continues from {usable[-1]}." if usable else ""
+        raise CheckpointError(f"{folder} is damaged: {wrong}. {fix or 'There is no other checkpoint.'}")
 
 
 def sweep(checkpoints: Path) -> None:
     """Remove what an interrupted save left behind."""
-    for path in checkpoints.glob(".*.writing"):
-        log.info("removing the incomplete checkpoint %s", path.name)
-        shutil.rmtree(path, ignore_errors=True)
-    for pattern in (".*.old", ".*.downloading"):
-        for path in checkpoints.glob(pattern):
+    for suffix in ("writing", "old", "downloading"):
+        for path in checkpoints.glob(f".*.{suffix}"):
+            if suffix == "writing":
+                log.info("removing the incomplete checkpoint %s", path.name)
             shutil.rmtree(path, ignore_errors=True)
     for path in checkpoints.glob(f".{LAST}.*"):
         path.unlink()
@@ -242,10 +234,10 @@ def sweep(checkpoints: Path) -> None:
             log.warning("%s has no manifest, so it is not a complete checkpoint: ignored", path)
     last = checkpoints / LAST
     if last.is_dir() and not last.is_symlink():
-        _put_aside(last)
-    found = newest(checkpoints)
-    if found is not None and last.resolve() != found.resolve():
-        point_last_at(found)
+        _move_away(last)
+    folder = newest(checkpoints)
+    if folder is not None and last.resolve() != folder.resolve():
+        point_last_at(folder)
 
 
 def prune(checkpoints: Path, keep_last: int | None, keep_every: int | None) -> list[int]:
@@ -264,7 +256,7 @@ def _surplus(steps: Sequence[int], keep_last: int | None, keep_every: int | None
 
 def _remove(folder: Path) -> None:
     # Renamed first: a kill while deleting must not leave a numbered folder with missing files.
-    gone = folder.with_name(f".{folder.name}.old")
-    shutil.rmtree(gone, ignore_errors=True)
-    folder.rename(gone)
-    shutil.rmtree(gone, ignore_errors=True)
+    old = folder.with_name(f".{folder.name}.old")
+    shutil.rmtree(old, ignore_errors=True)
+    folder.rename(old)
+    shutil.rmtree(old, ignore_errors=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from flexor.config.schedules import SCHEDULES
@@ -9,6 +10,10 @@ from flexor.config.schema import TrainConfig
 from flexor.core.secrets import redacted_values
 from flexor.core.typed import to_plain
 from flexor.policies.pretrained import as_lerobot
+
+SAME = """
+rename_map output_dir job_name seed num_workers batch_size steps log_freq eval_steps save_checkpoint save_freq
+""".split()  # noqa: SIM905  (settings of the same name and meaning; a list would take a line for each)
 
 
 def train_config(config: TrainConfig) -> dict[str, Any]:
@@ -25,17 +30,7 @@ def train_config(config: TrainConfig) -> dict[str, Any]:
             "image_transforms": to_plain(dataset.image_transforms),
         },
         "policy": as_lerobot(config.policy),
-        "rename_map": config.rename_map,
-        "output_dir": config.output_dir,
-        "job_name": config.job_name,
-        "seed": config.seed,
-        "num_workers": config.num_workers,
-        "batch_size": config.batch_size,
-        "steps": config.steps,
-        "log_freq": config.log_freq,
-        "eval_steps": config.eval_steps,
-        "save_checkpoint": config.save_checkpoint,
-        "save_freq": config.save_freq,
+        **{name: getattr(config, name) for name in SAME},
         "optimizer": _optimizer(config),
         "scheduler": scheduler(config),
         "sample_weighting": _sample_weighting(config),
@@ -63,3 +58,9 @@ def scheduler(config: TrainConfig) -> dict[str, Any] | None:
     if kind.lerobot is None:
         return None
     return {**kind.lerobot, **{name: getattr(config.scheduler, name) or 0 for name in kind.settings}}
+
+
+def optimizer_name(name: str, numbers: Mapping[str, int]) -> str:
+    """LeRobot's name of PARAMETER.KEY in the optimizer's file, where parameters have numbers."""
+    parameter, _, key = name.rpartition(".")
+    return f"state/{numbers[parameter]}/{key}"

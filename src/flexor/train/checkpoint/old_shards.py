@@ -24,17 +24,16 @@ from flexor.train.checkpoint.shards import ShardedTensor, ShardPiece, check_size
 OLD_INDEX = ".metadata"
 LARGEST_INDEX = 256 << 20
 METADATA = "torch.distributed.checkpoint.metadata"
+METADATA_CLASSES = (
+    "Metadata MetadataIndex TensorStorageMetadata TensorProperties ChunkStorageMetadata StorageMeta"
+)
 CLASSES = {
-    **dict.fromkeys(
-        ("Metadata", "TensorStorageMetadata", "TensorProperties", "ChunkStorageMetadata", "MetadataIndex"),
-        METADATA,
-    ),
-    **dict.fromkeys(("StorageMeta", "_MEM_FORMAT_ENCODING"), METADATA),
+    **dict.fromkeys((*METADATA_CLASSES.split(), "_MEM_FORMAT_ENCODING"), METADATA),
     "_StorageInfo": "torch.distributed.checkpoint.filesystem",
     "Size": "torch",
     "_get_layout": "torch.serialization",  # the name of a layout -> torch.strided
 }
-STORAGES = {  # what a tensor's values are, in torch's names
+STORAGES = {  # torch's names of a tensor's values
     "DoubleStorage": torch.float64,
     "FloatStorage": torch.float32,
     "HalfStorage": torch.float16,
@@ -58,9 +57,7 @@ PythonUnpickler: Any = pickle._Unpickler
 
 
 class _Unpickler(PythonUnpickler):
-    dispatch: ClassVar[dict[int, Any]] = {
-        CODES[name]: PythonUnpickler.dispatch[CODES[name]] for name in OPCODES
-    }
+    dispatch: ClassVar = {CODES[name]: PythonUnpickler.dispatch[CODES[name]] for name in OPCODES}
 
     def find_class(self, module: str, name: str) -> Any:
         if CLASSES.get(name) == module:
@@ -166,10 +163,7 @@ def _unpickled(path: Path) -> Any:
 class _TensorUnpickler(_Unpickler):
     """Of a tensor that torch saved alone: where its values are in the file."""
 
-    dispatch: ClassVar[dict[int, Any]] = {
-        **_Unpickler.dispatch,
-        CODES["BINPERSID"]: PythonUnpickler.load_binpersid,
-    }
+    dispatch: ClassVar = {**_Unpickler.dispatch, CODES["BINPERSID"]: PythonUnpickler.load_binpersid}
 
     def find_class(self, module: str, name: str) -> Any:
         if (module, name) == ("torch._utils", "_rebuild_tensor_v2"):

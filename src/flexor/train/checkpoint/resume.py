@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -32,12 +32,12 @@ from flexor.train.checkpoint.state import STATISTICS, TrainState, statistics_by_
 
 def may_change(key: str) -> bool:
     """Whether a run may resume with another value of a setting. Each setting declares this itself."""
-    return any(key == known or (known.endswith(".*") and key.startswith(known[:-1])) for known in CHANGEABLE)
+    return any(key == name or (name.endswith(".*") and key.startswith(name[:-1])) for name in CHANGEABLE)
 
 
 CHANGEABLE = changeable(TrainConfig)
 NAMED = 3  # differences in a message
-# What runs did before these settings existed; today's defaults depend on the GPU.
+# the values of runs from before these settings existed; today's defaults depend on the GPU
 EARLIER = {"precision": "no", "channels_last": False}
 
 
@@ -47,8 +47,8 @@ def resumed_config(folder: Path, flags: Mapping[str, Any]) -> TrainConfig:
     if "output_dir" in changes:
         raise ConfigError(f"A run resumes in its own folder, {folder}: leave output_dir out.")
     saved = {**EARLIER, **flatten(read_run(folder))}
-    said = accelerate_settings(changes)
-    changes |= {key: value for key, value in said.items() if saved.get(key) != value}
+    accelerate = accelerate_settings(changes)
+    changes |= {key: value for key, value in accelerate.items() if saved.get(key) != value}
     allowed = sorted({*CHANGEABLE} - {"output_dir"})
     trust(code_in(changes))
     for key in [key for key in changes if not may_change(key)]:
@@ -89,63 +89,60 @@ def _check_roots(folder: Path, saved: Mapping[str, Any]) -> None:
             )
 
 
-def continued_config(folder: Path, wanted: TrainConfig) -> TrainConfig:
+def continued_config(folder: Path, command: TrainConfig) -> TrainConfig:
     """The settings of a run that has started, when the same command is given again."""
-    saved, now = {**EARLIER, **flatten(read_run(folder))}, flatten(wanted.to_dict())
-    default = flatten(TrainConfig(policy=type(wanted.policy)()).to_dict())
-    same = {
-        key: value for key, value in now.items() if may_change(key) or same_setting(saved.get(key), value)
-    }
-    settled = {**saved, **same}
+    saved, now = {**EARLIER, **flatten(read_run(folder))}, flatten(command.to_dict())
+    default = flatten(TrainConfig(policy=type(command.policy)()).to_dict())
+    settings = saved | {k: v for k, v in now.items() if may_change(k) or same_setting(saved.get(k), v)}
     # a run chooses some settings itself (order, features, global batch): its command does not give them
-    given = [key for key in now if not may_change(key) and now[key] != default.get(key)]
-    differing = [key for key in given if key in saved and not same_setting(saved[key], now[key])]
-    if differing:
-        named = "; ".join(f"{key} was {saved[key]!r}, is now {now[key]!r}" for key in differing)
+    fixed = [key for key in now if not may_change(key) and now[key] != default.get(key)]
+    if named := _differences(saved, now, [key for key in fixed if key in saved]):
         raise CheckpointError(
             f"{folder} already holds a run with other settings: {named}. Choose another --output_dir."
         )
-    require_trust(code_in(settled), folder / RUN_CONFIG)
-    settled.pop("policy_path", None)
-    config = build_config({**settled, "output_dir": str(folder)})
-    return replace(config, policy_path=wanted.policy_path)
+    require_trust(code_in(settings), folder / RUN_CONFIG)
+    settings.pop("policy_path", None)
+    config = build_config({**settings, "output_dir": str(folder)})
+    return replace(config, policy_path=command.policy_path)
+
+
+def _differences(before: Mapping[str, Any], now: Mapping[str, Any], keys: Sequence[str]) -> str:
+    """A text about the settings among `keys` that are not the same."""
+    differing = [key for key in keys if not same_setting(before.get(key), now[key])]
+    return "; ".join(f"{key} was {before.get(key)!r}, is now {now[key]!r}" for key in differing)
 
 
 def newest_checkpoint(folder: Path) -> Path:
-    found = checkpoint.newest(folder / "checkpoints")
-    if found is None:
+    newest = checkpoint.newest(folder / "checkpoints")
+    if newest is None:
         raise CheckpointError(
             f"{folder} has no complete checkpoint to resume from. Start again in another folder with "
             f"`flexor train --config {folder / RUN_CONFIG} --output_dir=...`."
         )
-    checkpoint.verify(found)
-    return found
+    checkpoint.verify(newest)
+    return newest
 
 
-def check_same_run(found: Path, state: TrainState) -> None:
-    """Refuse to resume with another dataset or other settings, and name the difference."""
+def check_same_run(source: Path, state: TrainState) -> None:
+    """Refuse to resume from a checkpoint of another dataset or with other settings, and name the difference."""
     config = state.config
-    saved = checkpoint.read_state(found, "flexor.json")
+    saved = checkpoint.read_state(source, "flexor.json")
     if not isinstance(saved, dict) or not isinstance(saved.get("config"), dict):
-        raise CheckpointError(f"{found} is damaged: flexor.json has no settings.")
-    _check_same_data(found, saved, state)
+        raise CheckpointError(f"{source} is damaged: flexor.json has no settings.")
+    _check_same_data(source, saved, state)
     # settings that did not exist when the run started count as their defaults
     default = {**flatten(TrainConfig(policy=type(config.policy)()).to_dict()), **EARLIER}
     before, now = {**default, **flatten(saved["config"])}, flatten(config.to_dict())
-    differing = [key for key in now if not may_change(key) and not same_setting(before.get(key), now[key])]
-    if differing:
-        named = "; ".join(f"{key} was {before.get(key)!r}, is now {now[key]!r}" for key in differing)
-        raise CheckpointError(f"{found} was trained with other settings: {named}.")
+    if named := _differences(before, now, [key for key in now if not may_change(key)]):
+        raise CheckpointError(f"{source} was trained with other settings: {named}.")
     if before["steps"] != now["steps"] and SCHEDULES[config.scheduler.type or "constant"].stretches:
         log.warning(
             "steps was %d, is now %d: the %s schedule stretches to the new length, so the learning rate jumps here",
-            before["steps"],
-            now["steps"],
-            now["scheduler.type"],
+            *(before["steps"], now["steps"], now["scheduler.type"]),
         )
 
 
-def _check_same_data(found: Path, saved: dict[str, Any], state: TrainState) -> None:
+def _check_same_data(source: Path, saved: dict[str, Any], state: TrainState) -> None:
     """A run from before contents were saved is compared by episodes, lengths and file sizes."""
     now = state.identity.summary() if state.identity else {}
     before = saved.get("dataset_content")
@@ -153,57 +150,56 @@ def _check_same_data(found: Path, saved: dict[str, Any], state: TrainState) -> N
     differing = [kind for kind in now if before.get(kind) and now[kind] and before[kind] != now[kind]]
     if saved.get("dataset_fingerprint") == state.fingerprint and not differing:
         return
-    named = _changed_data(found, state.identity)
-    what = f"changed: {', '.join(named)}" if named else "its episodes, lengths, files or weights differ"
+    named = _changed_data(source, state.identity)
+    change = f"changed: {', '.join(named)}" if named else "its episodes, lengths, files or weights differ"
     raise CheckpointError(
-        f"The dataset is not the one that {found} was trained on ({what}). Restore that dataset, or start a new run "
+        f"The dataset is not the one that {source} was trained on ({change}). Restore that dataset, or start a new run "
         "with --policy.path."
     )
 
 
-def _changed_data(found: Path, identity: DataIdentity | None) -> list[str]:
+def _changed_data(source: Path, identity: DataIdentity | None) -> list[str]:
     """The files that have changed since the run started, or that differ between two machines."""
-    before = read_data_files(found.parent.parent)
+    before = read_data_files(source.parent.parent)
     if identity is None or not before:
         return []
     now = identity.to_json()
-    named = [each for kind in before if now.get(kind) for each in differences(before[kind] or {}, now[kind])]
+    named = [name for kind in before if now.get(kind) for name in differences(before[kind] or {}, now[kind])]
     return [*named[:NAMED], *([f"and {len(named) - NAMED} more"] if len(named) > NAMED else [])]
 
 
-def keep_statistics(found: Path, state: TrainState) -> None:
+def keep_statistics(source: Path, state: TrainState) -> None:
     """Normalise as before, also if meta/stats.json has changed since: the checkpoint has the run's statistics."""
     changed: list[str] = []
     for pipeline in (state.preprocessor, state.postprocessor):
-        saved = Pipeline.load(found / PRETRAINED, pipeline.name)
+        saved = Pipeline.load(source / PRETRAINED, pipeline.name)
         if len(saved.steps) != len(pipeline.steps):
             raise CheckpointError(
-                f"{found} is damaged: {pipeline.name}.json has {len(saved.steps)} steps, not {len(pipeline.steps)}."
+                f"{source} is damaged: {pipeline.name}.json has {len(saved.steps)} steps, not {len(pipeline.steps)}."
             )
         for before, now in zip(saved.steps, pipeline.steps):
             if differing := _differing(before.state(), now.state()):
-                _load_statistics(found, now, before.state())
+                _load_statistics(source, now, before.state())
                 changed += differing
-    if (file := found / TRAINING_STATE / STATISTICS).is_file():
-        each = load_file(file)
-        if differing := _differing(each, statistics_by_dataset(state.preprocessor)):
+    if (file := source / TRAINING_STATE / STATISTICS).is_file():
+        by_dataset = load_file(file)
+        if differing := _differing(by_dataset, statistics_by_dataset(state.preprocessor)):
             for step in state.preprocessor.steps:
                 if isinstance(step, NormalizeByDataset):
-                    step.load_by_dataset(each)
+                    step.load_by_dataset(by_dataset)
             changed += differing
     if changed:
         log.info(
-            "the dataset's statistics have changed since this run started (%s): it goes on with its own, which %s has",
-            ", ".join(changed[:NAMED]),
-            found.name,
+            "the dataset's statistics have changed since this run started (%s): it continues with those that %s has",
+            *(", ".join(changed[:NAMED]), source.name),
         )
 
 
-def _load_statistics(found: Path, step: ProcessingStep, state: dict[str, Tensor]) -> None:
-    lacking = step.missing() if isinstance(step, NormalizationStep) else {}
+def _load_statistics(source: Path, step: ProcessingStep, state: dict[str, Tensor]) -> None:
+    missing = step.missing() if isinstance(step, NormalizationStep) else {}
     step.load_state(state)
-    if isinstance(step, NormalizationStep) and step.missing() != lacking:
-        raise CheckpointError(f"{found} is damaged: it lacks statistics of {', '.join(step.missing())}.")
+    if isinstance(step, NormalizationStep) and step.missing() != missing:
+        raise CheckpointError(f"{source} is damaged: it lacks statistics of {', '.join(step.missing())}.")
 
 
 def _differing(before: Mapping[str, Tensor], now: Mapping[str, Tensor]) -> list[str]:

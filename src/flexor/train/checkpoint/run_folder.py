@@ -41,9 +41,9 @@ class Run:
         if (self.folder / RUN_CONFIG).is_file() and read_run(self.folder) == settings:
             return  # a run resumes on a full disk too
         text = yaml.dump(settings, Dumper=QuickDumper, sort_keys=False)
-        aside = self.folder / f".{RUN_CONFIG}"
-        aside.write_text(text)
-        aside.rename(self.folder / RUN_CONFIG)
+        temporary = self.folder / f".{RUN_CONFIG}"
+        temporary.write_text(text)
+        temporary.rename(self.folder / RUN_CONFIG)
 
     def forget_metrics_after(self, step: int) -> None:
         """Remove the lines of steps that will be repeated."""
@@ -58,10 +58,8 @@ class Run:
 
 def restarted_folder(launch: str) -> Path | None:
     """The folder of the run that the same launcher started before, for a run without --output_dir."""
-    for path in sorted(Path("runs").glob(f"*/{LAUNCH}"), reverse=True):
-        if path.read_text() == launch:
-            return path.parent
-    return None
+    files = sorted(Path("runs").glob(f"*/{LAUNCH}"), reverse=True)
+    return next((file.parent for file in files if file.read_text() == launch), None)
 
 
 def default_folder(job_name: str) -> Path:
@@ -75,19 +73,8 @@ def default_folder(job_name: str) -> Path:
 def join_run(processes: Processes, folder: Path, resume: bool) -> Iterator[Run]:
     """The run folder on all ranks. Rank 0 locks it, the others only use it."""
     with ExitStack() as stack:
-        if processes.is_main:
-            run = None
-
-            def own() -> None:
-                nonlocal run
-                run = stack.enter_context(open_run(folder, resume))
-
-            processes.share(own)
-            assert run is not None
-        else:
-            processes.share(lambda: None)
-            run = Run(folder)
-            _wait_for_shared(folder, processes)
+        run = processes.share(lambda: stack.enter_context(open_run(folder, resume)))
+        _wait_for_shared(folder, processes)
         yield run
 
 
@@ -132,9 +119,7 @@ def open_run(folder: Path, resume: bool) -> Iterator[Run]:
         try:
             yield run
         finally:
-            if not (
-                folder / RUN_CONFIG
-            ).exists():  # failed before it started: leave nothing behind for the next try
+            if not (folder / RUN_CONFIG).exists():  # failed before it started: leave nothing for the next try
                 (folder / LOCK).unlink(missing_ok=True)
                 with suppress(OSError):
                     folder.rmdir()

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from flexor.core.foreign_files import read_json_object
+from flexor.core.foreign_files import MALFORMED, parse_json, read_json_object
 from flexor.core.log import warn_once
 from flexor.core.run_files import DATA_FILES, RUN_RECORD
 from flexor.core.secrets import redacted_values
@@ -24,10 +24,17 @@ from flexor.train.engine.base import Engine
 def read_record(folder: Path) -> dict[str, Any]:
     """The record; empty if there is none that can be read."""
     try:
-        found = json.loads((folder / RUN_RECORD).read_text())
+        return read_json_object(folder / RUN_RECORD)
     except (OSError, ValueError):
         return {}
-    return found if isinstance(found, dict) else {}
+
+
+def id_in(record: bytes | None) -> str | None:
+    """The run's id in a record from the Hub; None if it has none that can be read."""
+    try:
+        return str(parse_json(record or b"")["id"])
+    except MALFORMED:
+        return None
 
 
 def note(folder: Path, **values: Any) -> dict[str, Any]:
@@ -39,13 +46,13 @@ def note(folder: Path, **values: Any) -> dict[str, Any]:
 
 def _write(path: Path, text: str) -> None:
     """Replace a file that tells about the run. A full disk does not end the run, which can do without."""
-    aside = path.with_name(f".{path.name}")
+    temporary = path.with_name(f".{path.name}")
     try:
-        aside.write_text(text)
-        aside.rename(path)
+        temporary.write_text(text)
+        temporary.rename(path)
     except OSError as error:
         with suppress(OSError):
-            aside.unlink(missing_ok=True)
+            temporary.unlink(missing_ok=True)
         warn_once("can't write %s (%s): the run continues without", path, error.strerror)
 
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -31,23 +32,23 @@ from flexor.train.ranks.processes import FOREVER
 
 T = TypeVar("T")
 FAILURES = (OSError, SafetensorError)  # of a disk, or of a file system
-OTHERS_S = 60  # to complete a checkpoint after an error: the watchdog ends the other ranks then
+COMPLETE_S = 60  # to complete a checkpoint after an error: the watchdog ends the other ranks then
 
 
 class Saver:
     """The checkpoints of a run."""
 
-    def __init__(self, state: TrainState, run: Run, saved: Callable[[Path], None] | None = None):
-        """`saved` is called on rank 0 with the folder of every complete checkpoint, before older ones are removed."""
-        self.state, self.run, self.saved = state, run, saved
+    def __init__(self, state: TrainState, run: Run, on_saved: Callable[[Path], None] | None = None):
+        """`on_saved` is called on rank 0 with the folder of each complete checkpoint, before older ones are removed."""
+        self.state, self.run, self.on_saved = state, run, on_saved
         self.processes = state.engine.processes
         self.newest = checkpoint.newest(run.checkpoints)
         self.thread: threading.Thread | None = None
         self.started = 0.0  # when the loop began to wait
         self.error: BaseException | None = None
         self.group: Any = self.processes.control
-        self.room = HostCopy(state) if state.config.checkpoint.asynchronous else None
-        if self.room and self.processes.joined:
+        self.host_copy = HostCopy(state) if state.config.checkpoint.asynchronous else None
+        if self.host_copy and self.processes.joined:
             # collectives of the thread must not mix with those of the loop
             self.group = dist.new_group(backend="gloo", timeout=FOREVER)
 
@@ -61,21 +62,17 @@ class Saver:
         if not self._copy(snapshot):
             self._write(snapshot, folder)
             return
-        held = time.perf_counter() - self.started
-        self.thread = threading.Thread(
-            target=self._write_quietly, args=(snapshot, folder, held), name="save", daemon=True
-        )
+        work = snapshot, folder, time.perf_counter() - self.started
+        self.thread = threading.Thread(target=self._write_in_thread, args=work, name="save", daemon=True)
         self.thread.start()
 
     def _copy(self, snapshot: Snapshot) -> bool:
         """Whether the loop may go on: what this rank will write is now a copy."""
-        if self.room is None:
-            return False
-        if self._writes_tensors:
-            copied = self.room.copy(snapshot.tensors)
-            snapshot.tensors = copied or snapshot.tensors
-            return copied is not None
-        return True
+        if self.host_copy is None or not self._writes_tensors:
+            return self.host_copy is not None
+        copied = self.host_copy.copy(snapshot.tensors)
+        snapshot.tensors = copied or snapshot.tensors
+        return copied is not None
 
     @property
     def _writes_tensors(self) -> bool:
@@ -94,27 +91,27 @@ class Saver:
     def __exit__(self, _: object, error: BaseException | None, __: object) -> None:
         if isinstance(error, Exception):
             self.complete()
-        if self.room:
-            self.room.close()
+        if self.host_copy:
+            self.host_copy.close()
 
     def complete(self) -> None:
         """After an error elsewhere, the thread completes its checkpoint, if the other ranks still take part."""
         if self.thread is not None:
-            self.thread.join(OTHERS_S if self.processes.world_size > 1 else None)
+            self.thread.join(COMPLETE_S if self.processes.world_size > 1 else None)
             self.thread = None
             if self.error is not None:
                 log.error("%s", self.error)
 
     def check(self) -> None:
         """Once per step: raise an error of the thread that saves."""
-        if self.room and self._writes_tensors:
-            self.room.reserve(self.state.tensors)
+        if self.host_copy and self._writes_tensors:
+            self.host_copy.reserve(self.state.tensors)
         if self.error is not None:
             error, self.error = self.error, None
             raise error
 
-    def _write(self, snapshot: Snapshot, folder: checkpoint.Folder, held: float | None = None) -> None:
-        """`held`: how long the loop waited; None: it still waits."""
+    def _write(self, snapshot: Snapshot, folder: checkpoint.Folder, waited: float | None = None) -> None:
+        """`waited`: for how many seconds the loop waited; None: it still waits."""
         try:
             try:
                 self._write_files(snapshot, folder)
@@ -122,92 +119,83 @@ class Saver:
                 if not self._make_room(folder, error):
                     raise
                 self._write_files(snapshot, folder)
-            self._together(lambda: self._complete(folder, held) if self.processes.is_main else None)
+            self._on_all_ranks(lambda: self._finish(folder, waited) if self.processes.is_main else None)
         except FAILURES as error:
-            failure = folder.failure(error)  # what it says of the free space is before that of the next line
+            failure = folder.failure(error)  # it names the free space, so it comes before the next lines
             if self.processes.is_main:
-                folder.drop()
+                folder.remove()
             raise failure from error
         self.newest = folder.final
 
-    def _complete(self, folder: checkpoint.Folder, held: float | None) -> None:
-        held = time.perf_counter() - self.started if held is None else held
-        log.info("saved %s (held the loop for %.1f s)", folder.final, held)
-        if self.saved is not None:
-            self.saved(folder.final)
-        self._prune()
+    def _finish(self, folder: checkpoint.Folder, waited: float | None) -> None:
+        waited = time.perf_counter() - self.started if waited is None else waited
+        log.info("saved %s (the loop waited for %.1f s)", folder.final, waited)
+        if self.on_saved is not None:
+            self.on_saved(folder.final)
+        settings = self.state.config.checkpoint
+        if removed := checkpoint.prune(self.run.checkpoints, settings.keep_last, settings.keep_every):
+            log.info("removed the checkpoints of steps %s", ", ".join(map(str, removed)))
 
     def _write_files(self, snapshot: Snapshot, folder: checkpoint.Folder) -> None:
-        """Write the whole checkpoint. If that fails on any rank, it fails on all of them."""
-        is_main, shards = self.processes.is_main, folder.aside / TRAINING_STATE / SHARDS
-        self._together(lambda: folder.open() if is_main else None)
+        """Write all of the checkpoint. If that fails on any rank, it fails on all of them."""
+        is_main, shards = self.processes.is_main, folder.temporary / TRAINING_STATE / SHARDS
+        self._on_all_ranks(lambda: folder.open() if is_main else None)
         written: list[tuple[dict[str, Any], str]] = []  # of each rank: the index of its shard, and the hash
         if self.state.engine.sharded:
-            written = self._gather(self._together(lambda: self._write_shard(snapshot, shards)))
+            write = partial(write_shard, snapshot.tensors, shards, self.processes.rank)
+            written = self._gather(self._on_all_ranks(write))
 
-        def write_the_rest() -> None:
+        def write_rest() -> None:
             if written:
                 write_index(shards, [index for index, _ in written])
-            snapshot.write(folder.aside)
-            names = [(shards / shard_file(rank)).relative_to(folder.aside) for rank in range(len(written))]
+            snapshot.write(folder.temporary)
+            names = [(shards / shard_file(i)).relative_to(folder.temporary) for i in range(len(written))]
             folder.finish({name.as_posix(): digest for name, (_, digest) in zip(names, written)})
 
-        self._together(lambda: write_the_rest() if is_main else None)
-
-    def _write_shard(self, snapshot: Snapshot, shards: Path) -> tuple[dict[str, Any], str]:
-        shards.mkdir(parents=True, exist_ok=True)
-        return write_shard(snapshot.tensors, shards, self.processes.rank)
+        self._on_all_ranks(lambda: write_rest() if is_main else None)
 
     def _make_room(self, folder: checkpoint.Folder, error: Exception) -> bool:
         """On a full disk: remove now what would be removed after this save. Returns whether there was anything."""
         removed: list[int] = []
-        full = checkpoint.no_room(error, self.run.checkpoints) if self.processes.is_main else None
+        full = checkpoint.disk_full(error, self.run.checkpoints) if self.processes.is_main else None
         if full:
             settings = self.state.config.checkpoint
-            folder.drop()
+            folder.remove()
             removed = folder.make_room(settings.keep_last, settings.keep_every)
             if removed:
                 log.warning(
                     "%s: removed the checkpoints of steps %s before saving step %d instead of after it",
-                    full,
-                    ", ".join(map(str, removed)),
-                    folder.step,
+                    *(full, ", ".join(map(str, removed)), folder.step),
                 )
         return any(self._gather(bool(removed)))
 
-    def _write_quietly(self, snapshot: Snapshot, folder: checkpoint.Folder, held: float) -> None:
+    def _write_in_thread(self, snapshot: Snapshot, folder: checkpoint.Folder, waited: float) -> None:
         try:
-            self._write(snapshot, folder, held)
+            self._write(snapshot, folder, waited)
         except BaseException as error:
             self.error = error
 
-    def _together(self, work: Callable[[], T]) -> T:
+    def _on_all_ranks(self, work: Callable[[], T]) -> T:
         """Do this rank's part. Returns when all ranks are done; if one of them fails, all fail."""
         failure: Exception | None = None
         try:
             result = work()
         except FAILURES as error:
             failure = error
-        said = self._gather(None if failure is None else f"rank {self.processes.rank}: {failure!r}")
-        if failure is None and any(said):
-            failure = OSError("; ".join(filter(None, said)))
+        errors = self._gather(None if failure is None else f"rank {self.processes.rank}: {failure!r}")
+        if failure is None and any(errors):
+            failure = OSError("; ".join(filter(None, errors)))
         if failure is not None:
             raise failure
         return result
 
     def _gather(self, value: T) -> list[T]:
-        """What each rank has."""
+        """The values of all ranks."""
         if self.group is None:
             return [value]
         gathered: list[Any] = [None] * self.processes.world_size
         dist.all_gather_object(gathered, value, group=self.group)
         return gathered
-
-    def _prune(self) -> None:
-        settings = self.state.config.checkpoint
-        removed = checkpoint.prune(self.run.checkpoints, settings.keep_last, settings.keep_every)
-        if removed:
-            log.info("removed the checkpoints of steps %s", ", ".join(map(str, removed)))
 
 
 class HostCopy:
@@ -224,7 +212,7 @@ class HostCopy:
         self.copies = processes.local_world_size if state.engine.sharded else 1  # on this machine
         self.refused: str | None = None
         self.tensors: dict[str, Tensor] = {}
-        self.getting: threading.Thread | None = None
+        self.allocating: threading.Thread | None = None
         self.closed = False
         self.mesh = self._mesh(next((p for p in state.policy.parameters() if is_sharded(p)), None))
 
@@ -239,11 +227,12 @@ class HostCopy:
 
     def reserve(self, tensors: Callable[[], dict[str, Tensor]]) -> None:
         """Start to allocate memory for these tensors, unless that has started before."""
-        if self.getting is None:
-            self.getting = threading.Thread(target=self._get, args=(tensors(),), name="room", daemon=True)
-            self.getting.start()
+        if self.allocating is None:
+            work = (tensors(),)
+            self.allocating = threading.Thread(target=self._allocate, args=work, name="copy", daemon=True)
+            self.allocating.start()
 
-    def _get(self, tensors: dict[str, Tensor]) -> None:
+    def _allocate(self, tensors: dict[str, Tensor]) -> None:
         new = {name: local(tensor) for name, tensor in tensors.items() if name not in self.tensors}
         sizes = [tensor.nbytes for tensor in new.values()]
         need = self.copies * sum(pinned_bytes(size) if self.pinned else size for size in sizes)
@@ -256,28 +245,28 @@ class HostCopy:
             for name, tensor in new.items():
                 if self.closed:
                     return
-                own = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=self.pinned)
-                self.tensors[name] = own.zero_()  # memory is taken when it is first written
+                copy = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=self.pinned)
+                self.tensors[name] = copy.zero_()  # memory is taken when it is first written
         except RuntimeError as error:  # a limit on pinned memory
             self._refuse(f"{gigabytes(need)} of memory: {str(error).splitlines()[0]}")
 
     def close(self) -> None:
         """Stop allocating: a thread that is in torch when Python ends would abort the process."""
         self.closed = True
-        if self.getting is not None:
-            self.getting.join()
+        if self.allocating is not None:
+            self.allocating.join()
 
-    def _refuse(self, why: str) -> None:
-        self.refused = why
+    def _refuse(self, reason: str) -> None:
+        self.refused = reason
         self.tensors.clear()
-        log.warning("training waits while checkpoints are written: a copy would take %s", why)
+        log.warning("training waits while checkpoints are written: a copy would take %s", reason)
 
     @torch.no_grad()
     def copy(self, tensors: dict[str, Tensor]) -> dict[str, Tensor] | None:
         """The copy, or None if there is no memory for it."""
-        if self.getting is not None:
-            self.getting.join()
-        self._get(tensors)
+        if self.allocating is not None:
+            self.allocating.join()
+        self._allocate(tensors)
         if self.refused is not None:
             return None
         for name, tensor in tensors.items():

@@ -14,8 +14,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -54,9 +53,7 @@ class ShardedTensor:
         edges = [0, *(piece.stop for piece in pieces)]
         starts = [*(piece.start for piece in pieces), self.rows]
         if edges != starts or any(size < 0 for size in self.shape):
-            raise ValueError(
-                f"a tensor of shape {list(self.shape)} has the rows {starts[:-1]} to {edges[1:]}"
-            )
+            raise ValueError(f"a tensor of shape {list(self.shape)} has rows {starts[:-1]} to {edges[1:]}")
 
     @property
     def rows(self) -> int:
@@ -75,17 +72,18 @@ def write_shard(tensors: Mapping[str, Tensor], folder: Path, rank: int) -> tuple
 
     Tensors are written one by one, so that a rank without memory for a copy of all of them can save.
     """
+    folder.mkdir(parents=True, exist_ok=True)
     file = shard_file(rank)
-    own = {name: tensor for name, tensor in tensors.items() if _is_written_by(tensor, rank)}
-    digest = _write_safetensors(folder / file, {name: local(tensor) for name, tensor in own.items()})
-    return {name: _described(tensor, file) for name, tensor in own.items()}, digest
+    written = {name: tensor for name, tensor in tensors.items() if _is_written_by(tensor, rank)}
+    digest = _write_safetensors(folder / file, {name: local(tensor) for name, tensor in written.items()})
+    return {name: _index_entry(tensor, file) for name, tensor in written.items()}, digest
 
 
-def write_index(folder: Path, parts: Iterable[Mapping[str, Any]]) -> None:
-    """Write the index of the shards that `parts` of all ranks describe."""
+def write_index(folder: Path, ranks: Iterable[Mapping[str, Any]]) -> None:
+    """Write the index, of which each rank has described its part."""
     tensors: dict[str, Any] = {}
-    for part_of_rank in parts:
-        for name, tensor in part_of_rank.items():
+    for entries in ranks:
+        for name, tensor in entries.items():
             tensors.setdefault(name, {**tensor, "pieces": []})["pieces"] += tensor["pieces"]
     (folder / INDEX).write_text(json.dumps({"format": 1, "tensors": tensors}))
 
@@ -95,15 +93,12 @@ def _is_written_by(tensor: Tensor, rank: int) -> bool:
     if not is_sharded(tensor):
         return rank == 0
     mesh, rows = tensor.device_mesh, part(tensor)
-    first = all(
-        mesh.get_local_rank(dimension) == 0
-        for dimension, placement in enumerate(tensor.placements)
-        if not placement.is_shard()
-    )
+    replicated = [i for i, placement in enumerate(tensor.placements) if not placement.is_shard()]
+    first = all(mesh.get_local_rank(dimension) == 0 for dimension in replicated)
     return first and (rows.stop > rows.start or (tensor.shape[0] == 0 and rank == 0))
 
 
-def _described(tensor: Tensor, file: str) -> dict[str, Any]:
+def _index_entry(tensor: Tensor, file: str) -> dict[str, Any]:
     rows = part(tensor) if tensor.ndim else slice(0, 1)
     piece = {"start": rows.start, "stop": rows.stop, "file": file}
     return {"shape": list(tensor.shape), "dtype": DTYPE_NAMES[tensor.dtype], "pieces": [piece]}
@@ -111,9 +106,7 @@ def _described(tensor: Tensor, file: str) -> dict[str, Any]:
 
 def _write_safetensors(path: Path, tensors: Mapping[str, Tensor]) -> str:
     """Write the file, one tensor in host memory at a time; returns its hash."""
-    ordered = sorted(
-        tensors, key=lambda name: (-tensors[name].element_size(), name)
-    )  # so that values are aligned
+    ordered = sorted(tensors, key=lambda name: (-tensors[name].element_size(), name))  # so values are aligned
     header: dict[str, Any] = {}
     offset = 0
     for name in ordered:
@@ -156,14 +149,13 @@ class SafeShards:
         self._open: dict[str, Any] = {}
 
     def read(self, name: str, piece: ShardPiece, start: int, stop: int) -> Tensor:
-        with _as_oserror(piece.file):
+        try:
             if piece.file not in self._open:
                 self._open[piece.file] = safe_open(inside(self.folder, piece.file), "pt")
-            file, tensor = self._open[piece.file], self.tensors[name]
-            if not tensor.shape:
-                values: Tensor = file.get_tensor(name)
-            else:
-                values = file.get_slice(name)[start:stop]
+            file, has_rows = self._open[piece.file], bool(self.tensors[name].shape)
+            values: Tensor = file.get_slice(name)[start:stop] if has_rows else file.get_tensor(name)
+        except (SafetensorError, RuntimeError, TypeError, IndexError) as error:
+            raise OSError(f"{piece.file} is damaged: {error}") from error
         return values
 
 
@@ -193,29 +185,19 @@ def check_sizes(folder: Path, tensors: Mapping[str, ShardedTensor]) -> None:
         raise ValueError(f"its tensors take {described} bytes, but the files have {stored}")
 
 
-@contextmanager
-def _as_oserror(file: str) -> Iterator[None]:
-    try:
-        yield
-    except (SafetensorError, RuntimeError, TypeError, IndexError) as error:
-        raise OSError(f"{file} is damaged: {error}") from error
-
-
+@torch.no_grad()
 def fill_from_shards(tensors: Mapping[str, Tensor], shards: ShardFiles) -> None:
     """Fill this rank's part of each tensor; only the rows that it needs are read."""
-    with torch.no_grad():
-        for name, target in tensors.items():
-            stored = shards.tensors[name]
-            if stored.shape != tuple(target.shape):
-                raise ValueError(
-                    f"{name} is {list(target.shape)}, but {list(stored.shape)} in the checkpoint"
-                )
-            rows, values = (part(target), local(target)) if stored.shape else (slice(0, 1), target)
-            for piece in stored.pieces:
-                start, stop = max(rows.start, piece.start), min(rows.stop, piece.stop)
-                if start < stop:
-                    read = shards.read(name, piece, start - piece.start, stop - piece.start)
-                    into = values[start - rows.start : stop - rows.start] if stored.shape else values
-                    if read.shape != into.shape or read.dtype != stored.dtype:
-                        raise OSError(f"{piece.file} has {name} of another shape or type than the index says")
-                    into.copy_(read)
+    for name, target in tensors.items():
+        stored = shards.tensors[name]
+        if stored.shape != tuple(target.shape):
+            raise ValueError(f"{name} is {list(target.shape)}, but {list(stored.shape)} in the checkpoint")
+        rows, values = (part(target), local(target)) if stored.shape else (slice(0, 1), target)
+        for piece in stored.pieces:
+            start, stop = max(rows.start, piece.start), min(rows.stop, piece.stop)
+            if start < stop:
+                read = shards.read(name, piece, start - piece.start, stop - piece.start)
+                slots = values[start - rows.start : stop - rows.start] if stored.shape else values
+                if read.shape != slots.shape or read.dtype != stored.dtype:
+                    raise OSError(f"{piece.file} has {name} of another shape or type than the index says")
+                slots.copy_(read)

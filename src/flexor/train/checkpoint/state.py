@@ -69,12 +69,12 @@ class TrainState:
 
     @property
     def host_steps(self) -> HostPipeline | None:
-        """What the loader does of the processing of training samples; None if it is all done on the device."""
+        """The processing of training samples in the loader's threads; None if all of it is done on the device."""
         return self._processing[0]
 
     @property
     def device_preprocessor(self) -> Pipeline:
-        """What a step does of it."""
+        """The rest of it, which is part of a step."""
         return self._processing[1]
 
     @cached_property
@@ -144,12 +144,12 @@ class TrainState:
         """The numbers of each group's parameters. One that is not in ours joins the group of the one before it."""
         names = self.parameter_names()
         group_of = {names[index]: place for place, group in enumerate(groups) for index in group["params"]}
-        found: list[list[int]] = [[] for _ in groups]
+        numbers: list[list[int]] = [[] for _ in groups]
         place = 0
         for number, name in enumerate(self.names_in_file()):
             place = group_of.get(name, place)
-            found[place].append(number)
-        return found
+            numbers[place].append(number)
+        return numbers
 
     def load(self, folder: Path) -> None:
         """Load a checkpoint, sharded or not, that any number of ranks saved."""
@@ -176,39 +176,38 @@ class TrainState:
     def _load_tensors(self, folder: Path) -> None:
         names = self.parameter_names()
         groups = read_state(folder, "optimizer_param_groups.json")
-        counted = sum(len(group["params"]) for group in groups)
-        # runs before LeRobot's numbers were used count only what there is
-        there = open_tensors(folder, names if counted == len(names) else self.names_in_file())
+        numbered = sum(len(group["params"]) for group in groups)
+        # earlier runs number only our parameters, not all of LeRobot's
+        saved_tensors = open_tensors(folder, names if numbered == len(names) else self.names_in_file())
         tensors = {f"model.{name}": tensor for name, tensor in unique_state(self.policy).items()}
         if self.ema:
             tensors |= {f"ema.{name}": tensor for name, tensor in self.ema.average.items()}
         parameters = unique_parameters(self.policy)
-        numbered: dict[int, dict[str, Tensor]] = {}
-        for name, saved in there.described().items():
+        state: dict[int, dict[str, Tensor]] = {}
+        for name, saved in saved_tensors.described().items():
             if name.startswith("optimizer."):
                 parameter, _, key = name.removeprefix("optimizer.").rpartition(".")
-                room = _room(saved, parameters[parameter].detach())
-                tensors[name] = numbered.setdefault(names.index(parameter), {})[key] = room
-        there.fill(tensors)
-        own = self.optimizer.state_dict()["param_groups"]
-        for group, current, numbered_here in zip(groups, self.optimizer.param_groups, own):
-            group["params"] = numbered_here["params"]
+                target = _allocate(saved, parameters[parameter].detach())
+                tensors[name] = state.setdefault(names.index(parameter), {})[key] = target
+        saved_tensors.fill(tensors)
+        for group, current in zip(groups, self.optimizer.state_dict()["param_groups"]):
+            group["params"] = current["params"]
             # how it computes (fused, maximize, ...) is this run's; numbers are the checkpoint's
             group |= {key: value for key, value in current.items() if isinstance(value, bool | None)}
             if "betas" in group:
                 group["betas"] = tuple(group["betas"])
-            _check_like(group, {**numbered_here, "initial_lr": 0.0}, "optimizer_param_groups.json")
-        self.optimizer.load_state_dict({"state": numbered, "param_groups": groups})
+            _check_like(group, {**current, "initial_lr": 0.0}, "optimizer_param_groups.json")
+        self.optimizer.load_state_dict({"state": state, "param_groups": groups})
 
     def _restore_rng(self, state: Path) -> None:
         """Restore this rank's random generators. A rank that did not exist before keeps those from the run's seed."""
         if self.engine.rank == 0:
             restore_rng(load_file(state / "rng_state.safetensors"))
-        elif (others := state / "rng_state_ranks.safetensors").is_file():
+        elif (file := state / "rng_state_ranks.safetensors").is_file():
             prefix = f"{self.engine.rank}/"
-            own = {k.removeprefix(prefix): v for k, v in load_file(others).items() if k.startswith(prefix)}
-            if own:
-                restore_rng(own)
+            saved = {k.removeprefix(prefix): v for k, v in load_file(file).items() if k.startswith(prefix)}
+            if saved:
+                restore_rng(saved)
 
 
 @dataclass
@@ -236,10 +235,9 @@ class Snapshot:
         if not state.engine.sharded:
             self._write_tensors(training)
         save_file(self.random_states[0], training / "rng_state.safetensors")
-        others = enumerate(self.random_states[1:], 1)
-        ranks = {f"{rank}/{name}": value for rank, states in others for name, value in states.items()}
-        if ranks:
-            save_file(ranks, training / "rng_state_ranks.safetensors")
+        if ranks := [*enumerate(self.random_states)][1:]:
+            named = {f"{rank}/{name}": value for rank, values in ranks for name, value in values.items()}
+            save_file(named, training / "rng_state_ranks.safetensors")
         if by_dataset := statistics_by_dataset(state.preprocessor):
             save_file(by_dataset, training / STATISTICS)
         for name, content in self.json.items():
@@ -261,9 +259,7 @@ class Snapshot:
         kinds: dict[str, dict[str, Tensor]] = {"model": {}, "ema": {}, "optimizer": {}}
         for name, tensor in self.tensors.items():
             kind, _, name = name.partition(".")
-            if kind == "optimizer":
-                parameter, _, key = name.rpartition(".")
-                name = f"state/{numbers[parameter]}/{key}"
+            name = lerobot.optimizer_name(name, numbers) if kind == "optimizer" else name
             kinds[kind][name] = tensor.detach().cpu().contiguous()
         if self.state.ema or self.state.config.lora.r:
             save_file(kinds["model"], folder / RAW_MODEL)
@@ -273,13 +269,13 @@ class Snapshot:
 
 
 def statistics_by_dataset(preprocessor: Pipeline) -> dict[str, Tensor]:
-    """What `pretrained_model` does not have: the statistics of each dataset, of a run that normalises by its own."""
+    """The statistics of each dataset, which `pretrained_model` does not have, if each is normalised by its own."""
     steps = [step for step in preprocessor.steps if isinstance(step, NormalizeByDataset)]
     return {name: value for step in steps for name, value in step.state_by_dataset().items()}
 
 
 def _check_like(saved: Any, current: Any, where: str) -> None:
-    """Refuse what has not the form of what it replaces: training would fail on it later, or go on wrongly."""
+    """Refuse values of another form than the current ones: training would fail on them later, or go on wrongly."""
     if isinstance(current, dict):
         for key, value in current.items():
             if key in saved or key != "initial_lr":
@@ -297,8 +293,8 @@ def _is_number(value: Any) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
 
 
-def _room(saved: Tensor, parameter: Tensor) -> Tensor:
-    """An empty tensor for the optimizer's state: sharded like the parameter if it has its shape, otherwise whole."""
+def _allocate(saved: Tensor, parameter: Tensor) -> Tensor:
+    """A tensor for the optimizer's state: sharded like the parameter if it has its shape."""
     if saved.shape == parameter.shape and saved.ndim:
         return torch.zeros_like(parameter, dtype=saved.dtype)
     return torch.zeros_like(saved, device=parameter.device if saved.ndim else "cpu")
@@ -339,15 +335,10 @@ def seed_rng(seed: int, rank: int) -> None:
 
 def restore_rng(state: dict[str, torch.Tensor]) -> None:
     random.setstate((int(state["py_rng_version"]), tuple(state["py_rng_state"].tolist()), None))
-    np.random.set_state(  # noqa: NPY002
-        (
-            "MT19937",
-            state["np_rng_state_values"].numpy().astype(np.uint32),
-            int(state["np_rng_state_index"]),
-            int(state["np_rng_has_gauss"]),
-            float(state["np_rng_cached_gaussian"]),
-        )
-    )
+    keys = state["np_rng_state_values"].numpy().astype(np.uint32)
+    index, has_gauss = int(state["np_rng_state_index"]), int(state["np_rng_has_gauss"])
+    gauss = float(state["np_rng_cached_gaussian"])
+    np.random.set_state(("MT19937", keys, index, has_gauss, gauss))  # noqa: NPY002
     torch.set_rng_state(state["torch_rng_state"])
     if torch.cuda.is_available() and "torch_cuda_rng_state" in state:
         torch.cuda.set_rng_state(state["torch_cuda_rng_state"])

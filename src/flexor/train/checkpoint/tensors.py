@@ -16,6 +16,7 @@ from torch import Tensor
 from flexor.core.errors import CheckpointError
 from flexor.core.run_files import PRETRAINED, SHARDS, TRAINING_STATE, WEIGHTS
 from flexor.core.tensors import described_in, fill
+from flexor.train.checkpoint.lerobot import optimizer_name
 from flexor.train.checkpoint.old_shards import OldShards
 from flexor.train.checkpoint.shards import INDEX, SafeShards, ShardFiles, fill_from_shards
 
@@ -48,36 +49,30 @@ class WholeTensors:
             self.files["ema"] = state / EMA_STATE
         self.files["optimizer"] = state / OPTIMIZER
         self.parameters = parameters
-        self.numbers = {name: str(i) for i, name in enumerate(parameters)}
 
     def described(self) -> dict[str, Tensor]:
         return {
-            f"{kind}.{self._own_name(kind, name)}": tensor
+            f"{kind}.{self._from_lerobot(name) if kind == 'optimizer' else name}": tensor
             for kind, file in self.files.items()
             for name, tensor in described_in(file).items()
         }
 
-    def _own_name(self, kind: str, name: str) -> str:
-        if kind != "optimizer":
-            return name
+    def _from_lerobot(self, name: str) -> str:
         _, number, key = name.split("/")
         return f"{self.parameters[int(number)]}.{key}"
 
-    def _name_there(self, kind: str, name: str) -> str:
-        if kind != "optimizer":
-            return name
-        parameter, _, key = name.rpartition(".")
-        return f"state/{self.numbers[parameter]}/{key}"
-
     def fill(self, tensors: Mapping[str, Tensor]) -> None:
+        numbers = {parameter: number for number, parameter in enumerate(self.parameters)}
         for kind, file in self.files.items():
-            wanted = {k: t for k, t in tensors.items() if k.startswith(f"{kind}.")}
-            names = {key: self._name_there(kind, key.removeprefix(f"{kind}.")) for key in wanted}
-            fill(wanted, file, names)
+            of_kind = {k: t for k, t in tensors.items() if k.startswith(f"{kind}.")}
+            names = {key: key.removeprefix(f"{kind}.") for key in of_kind}
+            if kind == "optimizer":
+                names = {key: optimizer_name(name, numbers) for key, name in names.items()}
+            fill(of_kind, file, names)
 
 
 class ShardedTensors:
-    """What several ranks wrote, each its part."""
+    """The shards that several ranks wrote."""
 
     def __init__(self, folder: Path):
         self.shards: ShardFiles

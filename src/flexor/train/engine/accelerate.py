@@ -19,16 +19,13 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import MixedPrecisionPolicy, register_fsdp_forward_method
 
 from flexor.core.errors import ConfigError
 from flexor.policies.base import Policy
 from flexor.policies.meta_init import apply_keeping_ties, parameters_without_memory
-from flexor.policies.pretrained import load_weights
-from flexor.train.engine.base import DTYPES, Engine
-from flexor.train.engine.fsdp import ShardedEngine, gather_once
+from flexor.train.engine.base import Engine
+from flexor.train.engine.fsdp import ShardedEngine, unshard_once
 from flexor.train.engine.shard_units import shared_between
-from flexor.train.ranks.split import hsdp_sizes
 
 try:
     import accelerate
@@ -71,12 +68,7 @@ class AccelerateEngine(Engine):
 
     def _options(self) -> dict[str, Any]:
         """Options for Accelerate besides those of every run."""
-        wrapper = DistributedDataParallelKwargs(
-            broadcast_buffers=False,
-            gradient_as_bucket_view=True,
-            find_unused_parameters=self.parallel.find_unused_parameters or self.deterministic,
-        )
-        return {"kwargs_handlers": [wrapper]}
+        return {"kwargs_handlers": [DistributedDataParallelKwargs(**self.ddp_options())]}
 
     def prepare(self, policy: Policy, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
         self.policy = policy
@@ -123,34 +115,24 @@ class AccelerateShardedEngine(ShardedEngine, AccelerateEngine):
             # Accelerate shards on GPUs only, but torch also on CPUs; this allows tests without GPUs
             PartialState(cpu=True).distributed_type = DistributedType.MULTI_GPU
         self.wrap = os.environ.get("FSDP_AUTO_WRAP_POLICY", "TRANSFORMER_BASED_WRAP").upper()
-        dtype = None if self.precision == "no" else DTYPES[self.precision]
         self.plugin = FullyShardedDataParallelPlugin(
             fsdp_version=2,
             reshard_after_forward=self.parallel.reshard_after_forward,
             cpu_offload=self._offload(),
             auto_wrap_policy="NO_WRAP" if self.wrap == "NO_WRAP" else "TRANSFORMER_BASED_WRAP",
-            mixed_precision_policy=MixedPrecisionPolicy(
-                param_dtype=dtype, reduce_dtype=torch.float32, cast_forward_inputs=False
-            ),
+            mixed_precision_policy=self._mixed_precision(),
             activation_checkpointing=False,  # the policy does it; Accelerate's redraws dropout
             cpu_ram_efficient_loading=False,  # we load each rank's shard
             backward_prefetch="NO_PREFETCH",  # FSDP 1 only
             state_dict_type="SHARDED_STATE_DICT",
         )
-        return {"fsdp_plugin": self.plugin, "parallelism_config": self._sizes()}
-
-    def _sizes(self) -> ParallelismConfig | None:
-        if self.world_size == 1:
-            return None
-        replicate, shard = 1, self.world_size
-        if self.parallel.strategy == "hsdp":
-            replicate, shard = hsdp_sizes(
-                self.world_size,
-                self.processes.local_world_size,
-                self.parallel.dp_replicate,
-                self.parallel.dp_shard,
+        parallelism = None
+        if self.world_size > 1:
+            replicate, shard = (
+                self._mesh_sizes() if self.parallel.strategy == "hsdp" else (1, self.world_size)
             )
-        return ParallelismConfig(dp_replicate_size=replicate, dp_shard_size=shard)
+            parallelism = ParallelismConfig(dp_replicate_size=replicate, dp_shard_size=shard)
+        return {"fsdp_plugin": self.plugin, "parallelism_config": parallelism}
 
     def _mesh(self) -> DeviceMesh:
         return self.accelerator.torch_device_mesh or super()._mesh()
@@ -183,13 +165,8 @@ class AccelerateShardedEngine(ShardedEngine, AccelerateEngine):
             )
         self._name_units(policy)
         AccelerateEngine.prepare(self, policy, optimizer)
-        for method in ("loss", "predict"):
-            register_fsdp_forward_method(policy, method)
-        if isinstance(self._weights, Path):
-            load_weights(policy, self._weights)
-        elif self._weights is None:
-            self._spread(policy, self._make)
-        gather_once(policy)
+        self._fill(policy, self._make, self._weights)
+        unshard_once(policy)
         return optimizer
 
     def _name_units(self, policy: Policy) -> None:

@@ -34,22 +34,22 @@ T = TypeVar("T")
 DTYPES = {"no": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
-def pick_device(wanted: str | None, processes: Processes) -> torch.device:
-    """The device asked for, by default the fastest available one. Each process of a host gets its own GPU."""
-    device = find_device(wanted)
+def pick_device(name: str | None, processes: Processes) -> torch.device:
+    """The device of this name, by default the fastest available one. Each process of a host gets its own GPU."""
+    device = find_device(name)
     if processes.world_size == 1:
         return device
-    if wanted is not None and (torch.device(wanted).index is not None or device.type == "mps"):
+    if name is not None and (torch.device(name).index is not None or device.type == "mps"):
         raise ConfigError(
-            f"policy.device={wanted!r} is one device, but there are {processes.world_size} processes: leave it out, "
+            f"policy.device={name!r} is one device, but there are {processes.world_size} processes: leave it out, "
             "and choose GPUs with CUDA_VISIBLE_DEVICES."
         )
     if device.type == "cuda":
-        return torch.device("cuda", _own_gpu(processes))
+        return torch.device("cuda", _local_gpu(processes))
     return torch.device("cpu")
 
 
-def _own_gpu(processes: Processes) -> int:
+def _local_gpu(processes: Processes) -> int:
     count = torch.cuda.device_count()
     if count == 1:
         return 0  # also if the launcher makes one GPU visible to each process
@@ -63,9 +63,9 @@ def _own_gpu(processes: Processes) -> int:
 
 def lowest_capability(processes: Processes, device: torch.device) -> tuple[int, int] | None:
     """CUDA compute capability of the oldest GPU of the run; None if a process has no NVIDIA GPU."""
-    own = torch.cuda.get_device_capability(device) if device.type == "cuda" else None
-    found = processes.gather(own)
-    return min((each for each in found if each is not None), default=None) if None not in found else None
+    capability = torch.cuda.get_device_capability(device) if device.type == "cuda" else None
+    lowest = min(processes.gather(capability or (0, 0)))
+    return lowest if lowest > (0, 0) else None
 
 
 def check_devices(processes: Processes, device: torch.device, backend: str) -> None:
@@ -73,11 +73,11 @@ def check_devices(processes: Processes, device: torch.device, backend: str) -> N
     if device.type != "cuda" or backend == "gloo":
         return
     uuid = str(torch.cuda.get_device_properties(device).uuid)
-    where = processes.gather((processes.host, uuid))
-    twice = [rank for rank, place in enumerate(where) if where.count(place) > 1]
-    if twice:
+    gpus = processes.gather((processes.host, uuid))
+    sharing = [rank for rank, gpu in enumerate(gpus) if gpus.count(gpu) > 1]
+    if sharing:
         raise ConfigError(
-            f"Ranks {', '.join(map(str, twice))} share a GPU (rank {processes.rank} is on {device} of "
+            f"Ranks {', '.join(map(str, sharing))} share a GPU (rank {processes.rank} is on {device} of "
             f"{processes.host}): start one process per GPU. Under srun, make one GPU visible to each task "
             "(--gpus-per-task=1), or all GPUs to all tasks."
         )
@@ -120,11 +120,11 @@ class Engine:
         # at batch 8 peaked at 42 GB instead of 9 on an H200, and was 2 % faster.
         torch.backends.cudnn.benchmark = False
 
-    # Building. `make` creates a policy with random weights, or with none if they are loaded next. `weights` is a folder
-    # to load them from, None for a new policy, or "later" if a checkpoint loads them afterwards.
-
     def build(self, make: Any, weights: Path | str | None) -> Policy:
-        """The policy on its device."""
+        """The policy on its device. `make` creates it with random weights, or with none if they are loaded next.
+
+        `weights`: a folder to load them from; None: a new policy; "later": a checkpoint loads them afterwards.
+        """
         policy: Policy = make()
         if weights is None:
             with self.processes.main_first():  # one process per host downloads
@@ -139,23 +139,17 @@ class Engine:
         self.policy = policy
         self.model: nn.Module = policy
         if self.world_size > 1:
-            warnings.filterwarnings(
-                "ignore", "Grad strides do not match bucket"
-            )  # of 1x1 convolutions: harmless
-            warnings.filterwarnings(
-                "ignore", "`broadcast_buffers` is deprecated"
-            )  # its replacement is too new
-            self.model = DistributedDataParallel(
-                policy,
-                device_ids=[self.device] if self.device.type == "cuda" else None,
-                broadcast_buffers=False,
-                gradient_as_bucket_view=True,
-                # otherwise DDP rebuilds its buckets after the first step, and sums in another order
-                find_unused_parameters=self.parallel.find_unused_parameters or self.deterministic,
-            )
+            # of 1x1 convolutions: harmless; and of an option whose replacement is too new
+            for warning in ("Grad strides do not match bucket", "`broadcast_buffers` is deprecated"):
+                warnings.filterwarnings("ignore", warning)
+            device_ids = [self.device] if self.device.type == "cuda" else None
+            self.model = DistributedDataParallel(policy, device_ids=device_ids, **self.ddp_options())
         return optimizer
 
-    # One step.
+    def ddp_options(self) -> dict[str, Any]:
+        # with `deterministic`, or DDP rebuilds its buckets after the first step, and sums in another order
+        unused = self.parallel.find_unused_parameters or self.deterministic
+        return {"broadcast_buffers": False, "gradient_as_bucket_view": True, "find_unused_parameters": unused}
 
     def autocast(self) -> AbstractContextManager[object]:
         if self.precision == "no":
@@ -182,8 +176,8 @@ class Engine:
                 yield
 
     @contextlib.contextmanager
-    def own_stream(self) -> Iterator[None]:
-        """Compute on a separate CUDA stream: the GPU's video decoder uses the default stream, and would wait."""
+    def side_stream(self) -> Iterator[None]:
+        """Compute on another CUDA stream than the default: the GPU's video decoder uses that one, and would wait."""
         before = torch.cuda.current_stream(self.device)
         stream = torch.cuda.Stream(self.device)
         stream.wait_stream(before)
@@ -198,14 +192,13 @@ class Engine:
     def clip_grad_norm(self, optimizer: torch.optim.Optimizer, limit: float) -> Tensor:
         """The gradient's norm before clipping, over all ranks; `limit` 0 measures without clipping."""
         self.scaler.unscale_(optimizer)
+        on_gpu = self.device.type in ("cuda", "meta")
         if self.copies:
             norm = norm_in_float32(self.gradients())
-        elif (
-            self.device.type not in ("cuda", "meta") or self.scaler.is_enabled() or not takes_scale(optimizer)
-        ):
-            return nn.utils.clip_grad_norm_(self.policy.parameters(), limit if limit > 0 else float("inf"))
-        else:
+        elif on_gpu and not self.scaler.is_enabled() and takes_scale(optimizer):
             norm = nn.utils.get_total_norm(self.gradients())
+        else:
+            return nn.utils.clip_grad_norm_(self.policy.parameters(), limit if limit > 0 else float("inf"))
         if limit > 0:  # the optimizer divides by it as it reads the gradients: a pass less over all of them
             optimizer.grad_scale = ((norm.float() + 1e-6) / limit).clamp(min=1.0)  # type: ignore[attr-defined]
         return norm
@@ -216,7 +209,7 @@ class Engine:
         return [leaf.grad for leaf in leaves if leaf.grad is not None]
 
     def set_learning_rates(self, optimizer: torch.optim.Optimizer) -> None:
-        """Before a step: what `step` will go by. On a GPU they are tensors, as they are in a CUDA graph."""
+        """Before a step: the rates of the schedule. On a GPU they are tensors, so that a CUDA graph can read them."""
         if self.device.type != "cuda" or not self.captures or not takes_tensor_rates(optimizer):
             return
         if self.learning_rates is None:
@@ -232,14 +225,12 @@ class Engine:
                 self.scaler.step(optimizer)
         optimizer.grad_scale = None  # type: ignore[attr-defined]
         self.scaler.update()
-        self.forget_gradients(optimizer)
+        self.zero_grad(optimizer)
 
-    def forget_gradients(self, optimizer: torch.optim.Optimizer) -> None:
+    def zero_grad(self, optimizer: torch.optim.Optimizer) -> None:
         optimizer.zero_grad(set_to_none=True)
         if self.copies:
-            self.copies.forget_gradients()
-
-    # Between ranks.
+            self.copies.zero_grad()
 
     def describe(self) -> str:
         """What each rank has."""
@@ -264,10 +255,9 @@ class Engine:
 def norm_in_float32(gradients: list[Tensor]) -> Tensor:
     """The norm of all gradients. torch would round those of bfloat16 gradients."""
     norms: dict[int, Tensor] = {}
-    for dtype in dict.fromkeys(each.dtype for each in gradients):
-        own = [number for number, each in enumerate(gradients) if each.dtype == dtype]
-        found = torch._foreach_norm([gradients[number] for number in own], 2.0, dtype=torch.float32)
-        norms |= dict(zip(own, found))
+    for dtype in dict.fromkeys(gradient.dtype for gradient in gradients):
+        same = [number for number, gradient in enumerate(gradients) if gradient.dtype == dtype]
+        norms |= zip(same, torch._foreach_norm([gradients[i] for i in same], 2.0, dtype=torch.float32))
     return torch.linalg.vector_norm(torch.stack([norms[number] for number in range(len(gradients))]), 2.0)
 
 

@@ -50,21 +50,14 @@ class DeepSpeedEngine(AccelerateEngine):
 
     def _options(self) -> dict[str, Any]:
         logging.getLogger("DeepSpeed").setLevel(logging.WARNING)
-        warnings.filterwarnings(
-            "ignore", "`torch.distributed.* is deprecated", FutureWarning
-        )  # DeepSpeed calls them
+        # functions that DeepSpeed calls
+        warnings.filterwarnings("ignore", "`torch.distributed.* is deprecated", FutureWarning)
         # These settings have been read by now. The loop accumulates, so DeepSpeed's own batch sizes do not matter.
         os.environ.pop("ACCELERATE_CONFIG_DS_FIELDS", None)
-        zero = {
-            key: value for key, value in deepspeed_settings()["zero_optimization"].items() if value != "auto"
-        }
+        zero = {k: v for k, v in deepspeed_settings()["zero_optimization"].items() if v != "auto"}
         self.strategy = f"zero {zero['stage']}"
-        settings = {
-            "zero_optimization": zero,
-            "train_micro_batch_size_per_gpu": 1,
-            "gradient_accumulation_steps": 1,
-        }
-        plugin = DeepSpeedPlugin(hf_ds_config=settings, zero3_init_flag=False)
+        settings = {"train_micro_batch_size_per_gpu": 1, "gradient_accumulation_steps": 1}
+        plugin = DeepSpeedPlugin(hf_ds_config=settings | {"zero_optimization": zero}, zero3_init_flag=False)
         return {"deepspeed_plugin": plugin, "mixed_precision": "no", "cpu": False}
 
     def prepare(self, policy: Policy, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
@@ -121,7 +114,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         for number, (parameter, flat) in enumerate(self._parameters()):
             pieces = self.zero.optimizer.state.get(flat, {})
             numbered[number] = {
-                key: _whole(parameter, piece) if piece.ndim else piece.detach().to("cpu", copy=True)
+                key: _gather(parameter, piece) if piece.ndim else piece.detach().to("cpu", copy=True)
                 for key, piece in pieces.items()
                 if piece is not None
             }
@@ -129,17 +122,14 @@ class ZeroOptimizer(torch.optim.Optimizer):
 
     def load_state_dict(self, saved: dict[str, Any]) -> None:
         """Each rank loads its piece. The policy already has its weights; DeepSpeed's copy of them is refreshed."""
-        for ours, theirs, group in zip(
-            self.param_groups, self.zero.optimizer.param_groups, saved["param_groups"]
-        ):
-            settings = {key: value for key, value in group.items() if key != "params"}
-            ours.update(settings)
-            theirs.update(settings)
+        for groups in (self.param_groups, self.zero.optimizer.param_groups):
+            for group, loaded in zip(groups, saved["param_groups"]):
+                group.update({key: value for key, value in loaded.items() if key != "params"})
         for number, (parameter, flat) in enumerate(self._parameters()):
             pieces = self.zero.optimizer.state[flat]
             for key, value in saved["state"].get(number, {}).items():
                 if value.ndim:
-                    _put(parameter, pieces.setdefault(key, torch.zeros_like(flat)), value)
+                    _scatter(parameter, pieces.setdefault(key, torch.zeros_like(flat)), value)
                 else:
                     pieces[key] = value.to(flat.device, torch.float32)
         self.zero.refresh_fp32_params()
@@ -151,18 +141,24 @@ class ZeroOptimizer(torch.optim.Optimizer):
                 yield parameter, flat
 
 
-def _whole(parameter: Any, piece: Tensor) -> Tensor:
-    """The whole state of a parameter, gathered from all ranks."""
-    whole = torch.zeros(parameter.numel(), dtype=piece.dtype, device=piece.device)
-    if (link := parameter._hp_mapping) is not None:
-        here, there = link.lp_fragment_address, link.hp_fragment_address
-        whole.narrow(0, here.start, here.numel).copy_(piece.narrow(0, there.start, there.numel))
-    dist.all_reduce(whole)
-    return whole.reshape(parameter.shape).cpu()
+def _gather(parameter: Any, piece: Tensor) -> Tensor:
+    """The state of a parameter, gathered from all ranks."""
+    full = torch.zeros(parameter.numel(), dtype=piece.dtype, device=piece.device)
+    if (fragments := _fragments(parameter, full, piece)) is not None:
+        fragments[0].copy_(fragments[1])
+    dist.all_reduce(full)
+    return full.reshape(parameter.shape).cpu()
 
 
-def _put(parameter: Any, piece: Tensor, whole: Tensor) -> None:
-    """Copy this rank's part of a parameter's whole state into its piece."""
-    if (link := parameter._hp_mapping) is not None:
-        here, there = link.lp_fragment_address, link.hp_fragment_address
-        piece.narrow(0, there.start, there.numel).copy_(whole.flatten().narrow(0, here.start, here.numel))
+def _scatter(parameter: Any, piece: Tensor, full: Tensor) -> None:
+    """Copy this rank's part of a parameter's state into its piece."""
+    if (fragments := _fragments(parameter, full.flatten(), piece)) is not None:
+        fragments[1].copy_(fragments[0])
+
+
+def _fragments(parameter: Any, full: Tensor, piece: Tensor) -> tuple[Tensor, Tensor] | None:
+    """What this rank has of a parameter: in the parameter's flat state, and in the piece of its group."""
+    if (mapping := parameter._hp_mapping) is None:
+        return None
+    lp, hp = mapping.lp_fragment_address, mapping.hp_fragment_address
+    return full.narrow(0, lp.start, lp.numel), piece.narrow(0, hp.start, hp.numel)

@@ -47,7 +47,7 @@ class ShardedEngine(Engine):
     def __init__(self, *settings: Any, strategy: str = "fsdp"):
         super().__init__(*settings)
         self.strategy = strategy
-        self.whole: list[str] = []  # names of parameters that every process has whole
+        self.replicated: list[str] = []  # names of the parameters that are not sharded
         if self.parallel.backend == "gloo" and self.device.type == "cuda":
             raise ConfigError(
                 f"parallel.backend=gloo does not support a sharded model (parallel.strategy={strategy}) on GPUs: use "
@@ -58,44 +58,48 @@ class ShardedEngine(Engine):
     def _mesh(self) -> DeviceMesh:
         if self.strategy == "fsdp":
             return init_device_mesh(self.device.type, (self.world_size,), mesh_dim_names=("shard",))
-        replicate, shard = hsdp_sizes(
-            self.world_size,
-            self.processes.local_world_size,
-            self.parallel.dp_replicate,
-            self.parallel.dp_shard,
-        )
-        return init_device_mesh(self.device.type, (replicate, shard), mesh_dim_names=("replicate", "shard"))
+        return init_device_mesh(self.device.type, self._mesh_sizes(), mesh_dim_names=("replicate", "shard"))
+
+    def _mesh_sizes(self) -> tuple[int, int]:
+        sizes = self.parallel.dp_replicate, self.parallel.dp_shard
+        return hsdp_sizes(self.world_size, self.processes.local_world_size, *sizes)
+
+    def _mixed_precision(self) -> MixedPrecisionPolicy:
+        dtype = None if self.precision == "no" else DTYPES[self.precision]
+        # autocast casts inputs where needed; targets stay float32
+        return MixedPrecisionPolicy(dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
 
     def build(self, make: Any, weights: Path | str | None) -> Policy:
         with parameters_without_memory():
             policy: Policy = make()
         make_contiguous(policy)
         self._shard(policy)
-        parameters_at = torch.device("cpu") if self.parallel.cpu_offload else self.device
+        device = torch.device("cpu") if self.parallel.cpu_offload else self.device
         # parameters have no memory yet; buffers already have their values, and are moved
         apply_keeping_ties(
-            policy, lambda t: torch.empty_like(t, device=parameters_at) if t.is_meta else t.to(self.device)
+            policy, lambda t: torch.empty_like(t, device=device) if t.is_meta else t.to(self.device)
         )
-        for name in self.whole:  # nobody brings them to the device later
+        for name in self.replicated:  # FSDP does not move them to the device
             parameter = policy.get_parameter(name)
             parameter.data = parameter.data.to(self.device)
+        self._fill(policy, make, weights)
+        return policy
+
+    def _fill(self, policy: Policy, make: Any, weights: Path | str | None) -> None:
+        """Load the weights, or take those that rank 0 creates; "later": a checkpoint has them."""
         if isinstance(weights, Path):
             load_weights(policy, weights)
         elif weights is None:
-            self._spread(policy, make)
-        return policy
+            self._broadcast_initial(policy, make)
+        for method in ("loss", "predict"):
+            register_fsdp_forward_method(policy, method)
 
     def _shard(self, policy: Policy) -> None:
         """Shard each block of the policy, then its remaining parameters."""
-        dtype = None if self.precision == "no" else DTYPES[self.precision]
         settings: dict[str, Any] = {
             "mesh": self.mesh,
             "reshard_after_forward": self.parallel.reshard_after_forward,
-            "mp_policy": MixedPrecisionPolicy(
-                param_dtype=dtype,
-                reduce_dtype=torch.float32,
-                cast_forward_inputs=False,  # autocast casts where needed; targets stay float32
-            ),
+            "mp_policy": self._mixed_precision(),
             "offload_policy": self._offload(),
         }
         scalars = [name for name, p in policy.named_parameters() if p.ndim == 0]
@@ -105,43 +109,41 @@ class ShardedEngine(Engine):
                 "--parallel.strategy=ddp."
             )
         sharding = sharding_of(policy)
-        self.whole = list(sharding.whole)
+        self.replicated = list(sharding.replicated)
         for unit in sharding.units:
-            fully_shard(unit, **settings, ignored_params={*sharding.whole.values()})
-        for method in ("loss", "predict"):
-            register_fsdp_forward_method(policy, method)
+            fully_shard(unit, **settings, ignored_params={*sharding.replicated.values()})
 
     def _offload(self) -> OffloadPolicy:
         if not self.parallel.cpu_offload:
             return OffloadPolicy()
         return CPUOffloadPolicy(pin_memory=self.device.type == "cuda")
 
-    def _spread(self, policy: Policy, make: Any) -> None:
+    def _broadcast_initial(self, policy: Policy, make: Any) -> None:
         """Initial weights: rank 0 creates them in host memory, and each process takes its shard of each tensor."""
         source: dict[str, Tensor] = {}
         if self.processes.is_main:
-            whole: Policy = make()
-            make_contiguous(whole)
-            whole.load_backbone()
-            source = unique_state(whole)
+            full: Policy = make()
+            make_contiguous(full)
+            full.load_backbone()
+            source = unique_state(full)
         self.processes.barrier()  # downloading may take longer than a collective's timeout
-        for name, own in unique_state(policy).items():
+        for name, sharded in unique_state(policy).items():
             if self.processes.is_main:
                 tensor = source.pop(name).to(self.device)
             else:
-                tensor = torch.empty(own.shape, dtype=own.dtype, device=self.device)
+                tensor = torch.empty(sharded.shape, dtype=sharded.dtype, device=self.device)
             dist.broadcast(tensor, 0)
-            copy_part(own, tensor)
+            copy_part(sharded, tensor)
 
     def describe(self) -> str:
         parts = self.mesh.size(self.mesh.ndim - 1)
         copies = f", {self.mesh.size(0)} copies" if self.strategy == "hsdp" else ""
-        where = "; kept in host memory" if self.parallel.cpu_offload else ""
-        return f"weights, gradients and optimizer state in {parts} shards{copies}, block by block{where}"
+        offloaded = "; in host memory" if self.parallel.cpu_offload else ""
+        return f"weights, gradients and optimizer state in {parts} shards{copies}, block by block{offloaded}"
 
     def prepare(self, policy: Policy, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
         self.policy = self.model = policy
-        gather_once(policy)
+        unshard_once(policy)
         return optimizer
 
     @contextlib.contextmanager
@@ -150,14 +152,13 @@ class ShardedEngine(Engine):
         self.model.set_requires_gradient_sync(last)
         yield
         if last:
-            self._average_whole()
+            self._average_replicated()
 
     @torch.no_grad()
-    def _average_whole(self) -> None:
-        """Average the gradients of parameters that every process has whole, in float32 as FSDP does all others."""
-        gradients = [
-            grad for name in self.whole if (grad := self.policy.get_parameter(name).grad) is not None
-        ]
+    def _average_replicated(self) -> None:
+        """Average the gradients of the parameters that are not sharded, in float32 as FSDP does all others."""
+        parameters = [self.policy.get_parameter(name) for name in self.replicated]
+        gradients = [p.grad for p in parameters if p.grad is not None]
         if not gradients:
             return
         flat = torch.cat([grad.flatten().float() for grad in gradients]).div_(self.world_size)
@@ -170,27 +171,27 @@ class ShardedEngine(Engine):
         self.scaler.unscale_(optimizer)
         if self.scaler.is_enabled():
             self._agree_on_overflow(optimizer)
-        gradients = [p.grad for p in self.policy.parameters() if p.grad is not None]
+        gradients = self.gradients()
         shards = [local(grad) for grad in gradients if is_sharded(grad)]
-        whole = [grad for grad in gradients if not is_sharded(grad)]
+        replicated = [grad for grad in gradients if not is_sharded(grad)]
         squared = squared_norm(shards).to(self.device)
         dist.all_reduce(squared, group=self.mesh.get_group(self.mesh.ndim - 1))
-        norm = (squared + squared_norm(whole).to(self.device)).sqrt()
+        norm = (squared + squared_norm(replicated).to(self.device)).sqrt()
         factor = (limit / (norm + 1e-6)).clamp(max=1.0)  # as torch clips
-        for some in (shards, whole):
-            if limit > 0 and some:
-                torch._foreach_mul_(some, factor.to(some[0].device))
+        for grads in (shards, replicated):
+            if limit > 0 and grads:
+                torch._foreach_mul_(grads, factor.to(grads[0].device))
         return norm
 
     def step(self, optimizer: torch.optim.Optimizer) -> None:
-        with on_own_parts(optimizer):
+        with local_shards(optimizer):
             super().step(optimizer)
         optimizer.zero_grad(set_to_none=True)
 
     def _agree_on_overflow(self, optimizer: torch.optim.Optimizer) -> None:
         """A rank sees only its shard of the gradient. If any shard overflowed, all ranks skip the step."""
-        for found in self.scaler._per_optimizer_states[id(optimizer)]["found_inf_per_device"].values():
-            dist.all_reduce(found, op=dist.ReduceOp.MAX)
+        for found_inf in self.scaler._per_optimizer_states[id(optimizer)]["found_inf_per_device"].values():
+            dist.all_reduce(found_inf, op=dist.ReduceOp.MAX)
 
 
 def squared_norm(tensors: list[Tensor]) -> Tensor:
@@ -201,35 +202,35 @@ def squared_norm(tensors: list[Tensor]) -> Tensor:
 
 @contextlib.contextmanager
 @torch.no_grad()
-def on_own_parts(optimizer: torch.optim.Optimizer) -> Iterator[None]:
+def local_shards(optimizer: torch.optim.Optimizer) -> Iterator[None]:
     """Inside, the optimizer's parameters, gradients and state are plain tensors: this rank's shards.
 
     The optimizer updates each element independently, so it needs no other rank. For distributed tensors, torch would
     first plan how to divide the work on each of them, which takes seconds in the first step.
     """
     groups, state = [group["params"] for group in optimizer.param_groups], optimizer.state
-    parts = {p: nn.Parameter(local(p), p.requires_grad) for group in groups for p in group}
-    for whole, own in parts.items():
-        own.grad = None if whole.grad is None else local(whole.grad)
+    shards = {p: nn.Parameter(local(p), p.requires_grad) for group in groups for p in group}
+    for parameter, shard in shards.items():
+        shard.grad = None if parameter.grad is None else local(parameter.grad)
     for group in optimizer.param_groups:
-        group["params"] = [parts[p] for p in group["params"]]
+        group["params"] = [shards[p] for p in group["params"]]
     optimizer.state = defaultdict(dict)
-    for whole in state:
-        optimizer.state[parts[whole]] = {key: local(value) for key, value in state[whole].items()}
+    for parameter in state:
+        optimizer.state[shards[parameter]] = {key: local(value) for key, value in state[parameter].items()}
     try:
         yield
     finally:
-        for group, wholes in zip(optimizer.param_groups, groups):
-            group["params"] = wholes
-        for whole, own in parts.items():
-            for key, value in optimizer.state.get(own, {}).items():
-                if local(state[whole].get(key)) is not value:  # new: all others were changed in place
-                    of_shape = isinstance(value, Tensor) and value.shape == own.shape
-                    state[whole][key] = as_part(value, whole) if of_shape else value
+        for group, parameters in zip(optimizer.param_groups, groups):
+            group["params"] = parameters
+        for parameter, shard in shards.items():
+            for key, value in optimizer.state.get(shard, {}).items():
+                if local(state[parameter].get(key)) is not value:  # new: all others were changed in place
+                    of_shape = isinstance(value, Tensor) and value.shape == shard.shape
+                    state[parameter][key] = as_part(value, parameter) if of_shape else value
         optimizer.state = state
 
 
-def gather_once(policy: Policy) -> None:
+def unshard_once(policy: Policy) -> None:
     """Gather every block once, for a policy that does not use all of its blocks at first.
 
     torch can't accumulate gradients while some block was never gathered.

@@ -19,32 +19,33 @@ class Sharding:
 
     units: list[nn.Module] = field(default_factory=list)
     """Inner ones first. A parameter belongs to the first that holds it; the policy itself, the last, has the rest."""
-    whole: dict[str, nn.Parameter] = field(default_factory=dict)
-    """What every process has whole: what has another dtype than the rest of its unit and is not in a linear layer, such
-    as norms in float32 among bfloat16 matrices, a few megabytes in all; and weights that two units share."""
+    replicated: dict[str, nn.Parameter] = field(default_factory=dict)
+    """Not sharded: parameters of another dtype than the rest of their unit that are not in a linear layer, such as
+    norms in float32 among bfloat16 matrices, a few megabytes in all; and weights that two units share."""
 
 
 def sharding_of(policy: Policy) -> Sharding:
-    """The policy's blocks and the rest, and within each what has to be apart because of its dtype.
+    """The policy's blocks and the rest; in each, parameters of another dtype are apart.
 
     A linear layer can be a unit: it is called, so that FSDP gets to gather its weights. Of other modules the policy may
     read the weights itself.
     """
     names = {id(parameter): name for name, parameter in policy.named_parameters()}
     tied = {id(parameter) for parameter in shared_parameters(policy)}
-    found = Sharding()
+    sharding = Sharding()
     for block in [*policy.shard_units(), policy]:
-        owners = list(_owners(block, found.units))
-        apart = _other_dtypes([p for owner in owners for p in owner.parameters(recurse=False)])
-        for owner in owners:
-            own = [p for p in owner.parameters(recurse=False) if p.requires_grad]
-            if type(owner) is nn.Linear and own and all(id(p) in apart and id(p) not in tied for p in own):
-                found.units.append(owner)
+        modules = list(_modules(block, sharding.units))
+        apart = _other_dtypes([p for module in modules for p in module.parameters(recurse=False)])
+        for module in modules:
+            trained = [p for p in module.parameters(recurse=False) if p.requires_grad]
+            alone = trained and all(id(p) in apart and id(p) not in tied for p in trained)
+            if alone and type(module) is nn.Linear:
+                sharding.units.append(module)
             else:
-                found.whole |= {names[id(p)]: p for p in own if id(p) in apart}
-        found.units.append(block)
-    found.whole |= shared_between(policy, found.units)
-    return found
+                sharding.replicated |= {names[id(p)]: p for p in trained if id(p) in apart}
+        sharding.units.append(block)
+    sharding.replicated |= shared_between(policy, sharding.units)
+    return sharding
 
 
 def shared_between(policy: Policy, units: list[nn.Module]) -> dict[str, nn.Parameter]:
@@ -54,20 +55,20 @@ def shared_between(policy: Policy, units: list[nn.Module]) -> dict[str, nn.Param
         return {}
     units_of: dict[nn.Parameter, set[int]] = {parameter: set() for parameter in tied}
     for number, unit in enumerate(units):
-        for owner in _owners(unit, units[:number]):
-            for parameter in owner.parameters(recurse=False):
+        for module in _modules(unit, units[:number]):
+            for parameter in module.parameters(recurse=False):
                 if parameter in tied:
                     units_of[parameter].add(number)
     return {name: p for name, p in policy.named_parameters() if len(units_of.get(p, ())) > 1}
 
 
-def _owners(module: nn.Module, taken: list[nn.Module]) -> Iterator[nn.Module]:
-    """The modules within one, those in units left out."""
-    if any(module is unit for unit in taken):
+def _modules(module: nn.Module, units: list[nn.Module]) -> Iterator[nn.Module]:
+    """The modules within one, except for those in units."""
+    if any(module is unit for unit in units):
         return
     yield module
     for child in module.children():
-        yield from _owners(child, taken)
+        yield from _modules(child, units)
 
 
 def _other_dtypes(parameters: list[nn.Parameter]) -> set[int]:

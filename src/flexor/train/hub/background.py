@@ -6,6 +6,7 @@ checkpoint that is uploaded is kept under hard links, so that `checkpoint.keep_l
 
 from __future__ import annotations
 
+import logging
 import os
 import shutil
 import threading
@@ -33,71 +34,36 @@ POLL_S = 0.1
 class PushJob:
     folder: Path
     name: str
-    whole: bool = True
+    full: bool = True  # the checkpoint with all that resuming needs, not only its policy
     final: bool = False
 
 
-class Pushing:
-    """What a run pushes: nothing, its policy at the end, or every checkpoint. Use it as a context manager."""
+class Pusher:
+    """Pushes a run: nothing, its policy at the end, or every checkpoint. Use it as a context manager."""
+
+    hub: RunOnHub
+    run: Path
+    outcome: dict[str, Any] | None = None
+    """What was pushed where, filled in when the context ends; None: nothing was to be pushed."""
+    every = False  # push every checkpoint, not only the last
 
     def __init__(self, stop: StopSignal):
         self.stop_signal = stop
-        self.pusher: Pusher | None = None
-
-    @property
-    def outcome(self) -> dict[str, Any] | None:
-        """What was pushed where; filled in when the context ends."""
-        return self.pusher.outcome if self.pusher else None
+        self.change = threading.Condition()
+        self.waiting: PushJob | None = None
+        self.closing_since: float | None = None
+        self.stop = threading.Event()
+        self.pushed: str | None = None  # name of the newest full checkpoint on the Hub
+        self.thread = threading.Thread(target=self._work, name="push", daemon=True)
 
     def prepare(self, config: TrainConfig) -> None:
         """Before training, on rank 0: a wrong token is an error now, a network that is down only a warning."""
         if not (pushes_policy(config) or config.save_checkpoint_to_hub):
             return
-        pusher = Pusher(config, self.stop_signal)
-        pusher.prepare()
-        self.pusher = pusher
-
-    def start(self) -> None:
-        """On rank 0, when the run's folder exists."""
-        if self.pusher is not None:
-            self.pusher.start()
-
-    def saved(self, folder: Path) -> None:
-        if self.pusher is not None:
-            self.pusher.saved(folder)
-
-    def __enter__(self) -> Pushing:
-        return self
-
-    def __exit__(self, _: object, error: BaseException | None, __: object) -> None:
-        if self.pusher is not None and self.pusher.thread.is_alive():
-            self.pusher.finish(complete=error is None)
-
-
-class Pusher:
-    """The thread that pushes, and what it has to do."""
-
-    def __init__(self, config: TrainConfig, stop: StopSignal):
         assert config.output_dir is not None
-        self.run, self.stop_signal = Path(config.output_dir), stop
-        self.every, self.at_end = config.save_checkpoint_to_hub, pushes_policy(config)
+        self.run, self.every = Path(config.output_dir), config.save_checkpoint_to_hub
         self.hub = RunOnHub(self.run, HubSettings.of(config))
-        self.change = threading.Condition()
-        self.waiting: PushJob | None = None
-        self.closing_since: float | None = None
-        self.stop = threading.Event()
-        self.pushed: str | None = None  # name of the newest whole checkpoint on the Hub
-        self.outcome: dict[str, Any] = {
-            "repo_id": self.hub.settings.repo_id,
-            "url": self.hub.repository.url,
-            "pushed": False,
-            "checkpoint": None,
-            "commit": None,
-            "error": None,
-        }
-        self.thread = threading.Thread(target=self._work, name="push", daemon=True)
-
-    def prepare(self) -> None:
+        repository = self.hub.repository
         try:
             self.hub.prepare()
         except HubError as error:
@@ -105,8 +71,23 @@ class Pusher:
                 raise
             log.warning("The run is not pushed yet: %s", error)
         else:
-            what = "every checkpoint" if self.every else "the policy at the end of the run"
-            log.info("pushing %s to %s", what, self.hub.repository.url)
+            content = "every checkpoint" if self.every else "the policy at the end of the run"
+            log.info("pushing %s to %s", content, repository.url)
+        self.outcome = {"repo_id": repository.repo_id, "url": repository.url, "pushed": False}
+        self.outcome |= {"checkpoint": None, "commit": None, "error": None}
+
+    def start(self) -> None:
+        """On rank 0, when the run's folder exists."""
+        if self.outcome is not None:
+            shutil.rmtree(self.run / LINKS, ignore_errors=True)
+            self.thread.start()
+
+    def __enter__(self) -> Pusher:
+        return self
+
+    def __exit__(self, _: object, error: BaseException | None, __: object) -> None:
+        if self.thread.is_alive():
+            self.finish(complete=error is None)
 
     def saved(self, folder: Path) -> None:
         """A checkpoint is complete: push it soon, if checkpoints are to be pushed."""
@@ -117,16 +98,13 @@ class Pusher:
         except Exception as error:  # never stop training
             log.warning("%s will not be pushed: %s", folder, without_token(str(error)))
 
-    def start(self) -> None:
-        shutil.rmtree(self.run / LINKS, ignore_errors=True)
-        self.thread.start()
-
     def finish(self, complete: bool) -> None:
         """The final push. If the run is not `complete`, only what is still uploading, for a limited time."""
+        assert self.outcome is not None
         newest = checkpoint.newest(self.run / CHECKPOINTS)
         if complete and newest is not None:
             self._queue(PushJob(newest, newest.name, self.every, final=True))
-            log.info("waiting until checkpoint %s is pushed; Ctrl-C ends the waiting", newest.name)
+            log.info("waiting until checkpoint %s is pushed; Ctrl-C stops waiting", newest.name)
         with self.change:
             self.closing_since = time.monotonic()
             self.change.notify_all()
@@ -134,26 +112,21 @@ class Pusher:
         if not self.thread.is_alive():
             shutil.rmtree(self.run / LINKS, ignore_errors=True)
         if self.outcome["error"] or self.thread.is_alive():
-            self._say_how_to_push_later()
+            self.outcome["error"] = self.outcome["error"] or "interrupted"
+            command = f"flexor push {self.run}{' --checkpoints' if self.every else ''}"
+            log.warning("%s was not pushed completely. Push it later with: %s", self.run, command)
 
     def _wait(self, seconds: float | None) -> None:
         """Wait for the thread, at most this long. A new signal ends the waiting."""
-        told = self.stop_signal.signal
-        seconds = GRACE_S if told is not None else seconds
+        received = self.stop_signal.signal
+        seconds = GRACE_S if received is not None else seconds
         until = None if seconds is None else time.monotonic() + seconds
         while self.thread.is_alive():
             self.thread.join(POLL_S)
-            if self.stop_signal.signal is not told or (until is not None and time.monotonic() > until):
+            if self.stop_signal.signal is not received or (until is not None and time.monotonic() > until):
                 self.stop.set()
                 self.thread.join(1.0)
                 return
-
-    def _say_how_to_push_later(self) -> None:
-        flag = " --checkpoints" if self.every else ""
-        self.outcome["error"] = self.outcome["error"] or "interrupted"
-        log.warning(
-            "%s was not pushed completely. Push it later with: flexor push %s%s", self.run, self.run, flag
-        )
 
     def _queue(self, job: PushJob) -> None:
         with self.change:
@@ -161,22 +134,20 @@ class Pusher:
             self.change.notify_all()
         if skipped is not None and skipped.name != job.name:
             log.warning("checkpoint %s is not pushed: %s is newer", skipped.name, job.name)
-            self._forget(skipped)
+            self._remove_links(skipped)
 
     def _linked(self, folder: Path) -> Path:
         """The checkpoint under hard links; the checkpoint itself if the file system has none."""
         target = self.run / LINKS / folder.name
         shutil.rmtree(target, ignore_errors=True)
-        try:
-            shutil.copytree(
-                folder, target, symlinks=True, copy_function=os.link
-            )  # links are refused by the push
+        try:  # symbolic links are refused by the push
+            shutil.copytree(folder, target, symlinks=True, copy_function=os.link)
         except (OSError, shutil.Error):
             shutil.rmtree(target, ignore_errors=True)
             return folder
         return target
 
-    def _forget(self, job: PushJob) -> None:
+    def _remove_links(self, job: PushJob) -> None:
         if job.folder.parent.name == LINKS:
             shutil.rmtree(job.folder, ignore_errors=True)
 
@@ -185,10 +156,10 @@ class Pusher:
     def _work(self) -> None:
         while (job := self._next()) is not None:
             try:
-                self._push_patiently(job)
+                self._push_with_retries(job)
             except BaseException as error:  # never stop training
                 self._failed(job, without_token(str(error) or repr(error)))
-            self._forget(job)
+            self._remove_links(job)
 
     def _next(self) -> PushJob | None:
         """Wait for a job; None if no more will come."""
@@ -198,8 +169,9 @@ class Pusher:
             job, self.waiting = self.waiting, None
             return job
 
-    def _push_patiently(self, job: PushJob) -> None:
+    def _push_with_retries(self, job: PushJob) -> None:
         """Try until it works, while that may help: during training until a newer checkpoint is saved."""
+        assert self.outcome is not None
         backoff = Backoff()
         while not self.stop.is_set():
             try:
@@ -207,25 +179,26 @@ class Pusher:
                     self.hub.repository.create()
                 new = self.pushed != job.name  # else only the metrics and the card are
                 bar = progress(f"pushing checkpoint {job.name}") if job.final else None
-                commit = self.hub.push(job.folder, job.name, job.whole and new, new, bar, self.stop)
-            except HubError as error:
-                if not error.may_help or not self._pause(
-                    backoff.seconds(error), error, job, backoff.failures
-                ):
+                commit = self.hub.push(job.folder, job.name, job.full and new, new, bar, self.stop)
+            except FlexorError as error:
+                retry = isinstance(error, HubError) and error.may_help and self._pause(backoff, error, job)
+                if not retry:
                     self._failed(job, str(error))
                     return
-            except FlexorError as error:
-                self._failed(job, str(error))
-                return
             else:
-                self._done(job, commit)
+                self.pushed = job.name if job.full else self.pushed
+                self.outcome |= {"pushed": True, "checkpoint": job.name, "commit": commit, "error": None}
+                content = "policy" if job.final else f"checkpoint {job.name}"
+                log.info("%s pushed to %s", content, self.hub.repository.url)
                 return
         self._failed(job, "interrupted")
 
-    def _pause(self, seconds: float, error: HubError, job: PushJob, failures: int) -> bool:
+    def _pause(self, backoff: Backoff, error: HubError, job: PushJob) -> bool:
         """Wait before the next attempt. False: there will be none."""
-        say = log.warning if failures == 1 else log.info
-        say("checkpoint %s is not pushed yet: %s Trying again in %.0f s.", job.name, error, seconds)
+        seconds = backoff.seconds(error)
+        level = logging.WARNING if backoff.failures == 1 else logging.INFO
+        message = "checkpoint %s is not pushed yet: %s Trying again in %.0f s."
+        log.log(level, message, job.name, error, seconds)
         until = time.monotonic() + seconds
         with self.change:
             closing = self.closing_since is not None
@@ -237,14 +210,9 @@ class Pusher:
                     return True  # the run ends: try at once
             return self.closing_since is None or time.monotonic() < self.closing_since + PATIENCE
 
-    def _done(self, job: PushJob, commit: str) -> None:
-        self.pushed = job.name if job.whole else self.pushed
-        self.outcome |= {"pushed": True, "checkpoint": job.name, "commit": commit, "error": None}
-        what = "policy" if job.final else f"checkpoint {job.name}"
-        log.info("%s pushed to %s", what, self.hub.repository.url)
-
-    def _failed(self, job: PushJob, why: str) -> None:
-        self.outcome["error"] = why
+    def _failed(self, job: PushJob, reason: str) -> None:
+        assert self.outcome is not None
+        self.outcome["error"] = reason
         if job.final:
             self.outcome["pushed"] = False
-        log.warning("checkpoint %s was not pushed: %s", job.name, why)
+        log.warning("checkpoint %s was not pushed: %s", job.name, reason)

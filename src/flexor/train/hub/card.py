@@ -85,70 +85,69 @@ def _on_hub(dataset: Any) -> bool:
 
 
 def _linked(dataset: str) -> str:
-    return (
-        f"[{dataset}](https://huggingface.co/datasets/{dataset})" if _on_hub(dataset) else markdown(dataset)
-    )
+    url = f"https://huggingface.co/datasets/{dataset}"
+    return f"[{dataset}]({url})" if _on_hub(dataset) else markdown(dataset)
+
+
+WITH_FLEXOR = """\
+## Load it
+
+With Flexor:
+
+```python
+from flexor import load_pretrained
+
+policy = load_pretrained("{repo_id}", device="cuda"{overrides})
+actions = policy.chunk(observation, task=[...])  # [robots, steps, action], in the robot's units
+```
+
+```console
+flexor eval {repo_id} --env.type=...
+flexor train --policy.path={repo_id} --dataset.repo_id=... --output_dir=...
+{resume}```"""
+WITH_LEROBOT = """
+
+With LeRobot:
+
+```python
+from lerobot.policies.factory import get_policy_class, make_pre_post_processors
+
+policy = get_policy_class("{kind}").from_pretrained("{repo_id}")
+before, after = make_pre_post_processors(policy.config, pretrained_path="{repo_id}")
+```
+
+```console
+lerobot-train --policy.path={repo_id} --dataset.repo_id=... --policy.push_to_hub=false
+```"""
 
 
 def _how_to_load(kind: str, repo_id: str, checkpoints: bool) -> str:
-    own = f", overrides={{'type': 'FILE.py:{short_name(kind)}'}}" if is_code(kind) else ""
-    lines = [
-        "## Load it",
-        "",
-        "With Flexor:",
-        "",
-        "```python",
-        "from flexor import load_pretrained",
-        "",
-        f'policy = load_pretrained("{repo_id}", device="cuda"{own})',
-        "actions = policy.chunk(observation, task=[...])  # [robots, steps, action], in the robot's units",
-        "```",
-        "",
-        "```console",
-        f"flexor eval {repo_id} --env.type=...",
-        f"flexor train --policy.path={repo_id} --dataset.repo_id=... --output_dir=...",
-    ]
-    lines += [f"flexor resume hub:{repo_id}"] if checkpoints else []
-    lines.append("```")
+    resume = f"flexor resume hub:{repo_id}\n" if checkpoints else ""
     if not is_code(kind):
-        lines += [
-            "",
-            "With LeRobot:",
-            "",
-            "```python",
-            "from lerobot.policies.factory import get_policy_class, make_pre_post_processors",
-            "",
-            f'policy = get_policy_class("{kind}").from_pretrained("{repo_id}")',
-            f'before, after = make_pre_post_processors(policy.config, pretrained_path="{repo_id}")',
-            "```",
-            "",
-            "```console",
-            f"lerobot-train --policy.path={repo_id} --dataset.repo_id=... --policy.push_to_hub=false",
-            "```",
-        ]
-    return "\n".join(lines)
+        return (WITH_FLEXOR + WITH_LEROBOT).format(repo_id=repo_id, kind=kind, resume=resume, overrides="")
+    overrides = f", overrides={{'type': 'FILE.py:{short_name(kind)}'}}"
+    return WITH_FLEXOR.format(repo_id=repo_id, resume=resume, overrides=overrides)
 
 
-def _section(title: str, rows: Iterable[tuple[str, Any]], more: str = "") -> str:
+def _section(title: str, rows: Iterable[tuple[str, Any]], note: str = "") -> str:
     rows = [(name, value) for name, value in rows if value not in (None, "", [])]
     if not rows:
         return ""
     table = "\n".join(["| | |", "| --- | --- |", *(f"| {name} | {_cell(value)} |" for name, value in rows)])
-    return f"## {title}\n\n{table}" + (f"\n\n{more}" if more else "")
+    return f"## {title}\n\n{table}" + (f"\n\n{note}" if note else "")
 
 
 def _cell(value: Any) -> str:
-    text = ", ".join(map(str, value)) if isinstance(value, list) else str(value)
-    return markdown(text)
+    return markdown(", ".join(map(str, value)) if isinstance(value, list) else str(value))
 
 
 def _data(dataset: dict[str, Any], settings: dict[str, Any]) -> list[tuple[str, Any]]:
-    wanted = settings["dataset"].get("episodes")
+    selection = settings["dataset"].get("episodes")
     return [
         ("dataset", dataset.get("name")),
         ("revision", settings["dataset"].get("revision")),
         ("episodes", dataset.get("episodes")),
-        ("which episodes", "a selection: see config.yaml" if wanted else None),
+        ("which episodes", "a selection: see config.yaml" if selection else None),
         ("frames", dataset.get("frames")),
         ("frames per second", dataset.get("fps")),
         ("robot", dataset.get("robot_type")),
@@ -174,8 +173,8 @@ def _metrics(run: Path, step: int) -> list[tuple[str, Any]]:
         for name, value in values.items():
             if isinstance(value, int | float) and values.get("step", step + 1) <= step:
                 newest[name] = (value, values["step"])
-    shown = ("loss", "held_out_loss", "samples_per_s", "epoch", *(n for n in newest if n.startswith("eval_")))
-    return [(n, f"{newest[n][0]:.5g} (step {newest[n][1]})") for n in shown if n in newest]
+    names = ("loss", "held_out_loss", "samples_per_s", "epoch", *(n for n in newest if n.startswith("eval_")))
+    return [(n, f"{newest[n][0]:.5g} (step {newest[n][1]})") for n in names if n in newest]
 
 
 def _plan(plan: dict[str, Any]) -> list[tuple[str, str]]:

@@ -15,7 +15,6 @@ from pathlib import Path
 
 from flexor.core.console import progress
 from flexor.core.errors import CheckpointError, ConfigError
-from flexor.core.foreign_files import MALFORMED, parse_json
 from flexor.core.hub import HubEntry, HubRepository
 from flexor.core.hub_errors import persist
 from flexor.core.log import log
@@ -25,7 +24,7 @@ from flexor.core.output_paths import check_output_folder, make_parents
 from flexor.core.paths import refuse_links_out
 from flexor.core.run_files import CHECKPOINTS, METRICS, RUN_CONFIG, RUN_RECORD
 from flexor.train.checkpoint import folder as checkpoint
-from flexor.train.checkpoint.run_record import read_record
+from flexor.train.checkpoint.run_record import id_in, read_record
 
 PREFIX = "hub:"
 STEP = r"[0-9]{1,15}"  # a checkpoint's name
@@ -57,33 +56,32 @@ def _one_at_a_time(run: Path) -> Iterator[None]:
 class _Download:
     def __init__(self, repository: HubRepository, revision: str | None, run: Path):
         self.repository, self.run, self.pinned = repository, run, revision is not None
-        what = f"looking at {repository.url}"
-        self.commit = persist(what, lambda: repository.newest_commit(revision))
-        self.there = persist(what, lambda: repository.files(self.commit))
+        work = f"looking at {repository.url}"
+        self.commit = persist(work, lambda: repository.newest_commit(revision))
+        self.remote = persist(work, lambda: repository.files(self.commit))
 
     def fetch(self) -> None:
         name, files = self._newest_complete()
         self._check_folder()
-        here = checkpoint.newest(self.run / CHECKPOINTS)
-        if here is not None and int(here.name) >= int(name):
-            if self.pinned and here.name != name:
+        local = checkpoint.newest(self.run / CHECKPOINTS)
+        if local is not None and int(local.name) >= int(name):
+            if self.pinned and local.name != name:
                 raise ConfigError(
-                    f"{self.run} already has checkpoint {here.name} of this run, which is newer than {name}. Choose "
+                    f"{self.run} already has checkpoint {local.name} of this run, which is newer than {name}. Choose "
                     "another folder with --output_dir."
                 )
-            log.info("%s already has checkpoint %s", self.run, here.name)
+            log.info("%s already has checkpoint %s", self.run, local.name)
             return
         self.run.mkdir(parents=True, exist_ok=True)
         for file in (RUN_RECORD, RUN_CONFIG, METRICS):
-            text = self._read(file)
-            if text is not None:
+            if (text := self._read(file)) is not None:
                 (self.run / file).write_bytes(text)
         self._download(name, files)
         log.info("downloaded checkpoint %s of %s to %s", name, self.repository.url, self.run)
 
     def _newest_complete(self) -> tuple[str, dict[str, int]]:
-        """The name of the newest checkpoint whose files are all there, and their sizes."""
-        names = {path.split("/")[1] for path in self.there if path.startswith(f"{CHECKPOINTS}/")}
+        """The name of the newest checkpoint of which no file is missing, and the sizes of its files."""
+        names = {path.split("/")[1] for path in self.remote if path.startswith(f"{CHECKPOINTS}/")}
         steps = sorted((name for name in names if re.fullmatch(STEP, name)), key=int, reverse=True)
         for name in steps:
             files, wrong = self._files_of(name)
@@ -108,7 +106,7 @@ class _Download:
         except ValueError as error:
             return {}, str(error)
         for file, expected in listed.items():
-            entry: HubEntry | None = self.there.get(f"{base}/{file}")
+            entry: HubEntry | None = self.remote.get(f"{base}/{file}")
             if entry is None:
                 return {}, f"{file} is missing"
             if entry.size != expected.size or entry.sha256 not in (None, expected.sha256):
@@ -121,9 +119,8 @@ class _Download:
         if not self.run.exists() or not any(self.run.iterdir()):
             return
         refuse_links_out(self.run)
-        text = self._read(RUN_RECORD)
-        theirs = _run_id(text)
-        if theirs is None or read_record(self.run).get("id") != theirs:
+        run_id = id_in(self._read(RUN_RECORD))
+        if run_id is None or read_record(self.run).get("id") != run_id:
             raise ConfigError(
                 f"{self.run} exists and is not the run in {self.repository.url}. Choose another folder with "
                 "--output_dir."
@@ -131,28 +128,21 @@ class _Download:
 
     def _download(self, name: str, files: dict[str, int]) -> None:
         checkpoints = self.run / CHECKPOINTS
-        aside = checkpoints / f".{name}.downloading"
-        aside.mkdir(parents=True, exist_ok=True)
-        self.repository.download(files, aside, self.commit, progress(f"downloading checkpoint {name}"))
-        got = aside / CHECKPOINTS / name
+        temporary = checkpoints / f".{name}.downloading"
+        temporary.mkdir(parents=True, exist_ok=True)
+        self.repository.download(files, temporary, self.commit, progress(f"downloading checkpoint {name}"))
+        downloaded = temporary / CHECKPOINTS / name
         try:
-            checkpoint.verify(got)
+            checkpoint.verify(downloaded)
+            checkpoint.adopt(downloaded, checkpoints / name)
         except CheckpointError as error:
-            shutil.rmtree(aside, ignore_errors=True)
             raise CheckpointError(
                 f"Checkpoint {name} of {self.repository.url} arrived damaged and was removed: {error} Try again."
             ) from error
-        checkpoint.adopt(got, checkpoints / name)
-        shutil.rmtree(aside, ignore_errors=True)
+        finally:
+            shutil.rmtree(temporary, ignore_errors=True)
 
     def _read(self, name: str) -> bytes | None:
-        if name not in self.there:
+        if name not in self.remote:
             return None
         return persist(f"reading {name}", lambda: self.repository.read(name, self.commit))
-
-
-def _run_id(record: bytes | None) -> str | None:
-    try:
-        return str(parse_json(record or b"")["id"])
-    except MALFORMED:
-        return None

@@ -28,7 +28,7 @@ from flexor.core.paths import files_to_push
 from flexor.core.published import published
 from flexor.core.run_files import CHECKPOINTS, METRICS, PRETRAINED, RUN_CONFIG, RUN_RECORD, WEIGHTS
 from flexor.train.checkpoint import folder as checkpoint
-from flexor.train.checkpoint.run_record import note, read_record
+from flexor.train.checkpoint.run_record import id_in, note, read_record
 from flexor.train.hub.card import model_card
 from flexor.train.hub.settings_files import published_file, with_published_settings
 
@@ -62,37 +62,37 @@ class RunOnHub:
         """Create the repository. Raises an error if the run can't be pushed there."""
         require_token()
         self.repository.create()
-        self._there()
+        self._remote_files()
 
     def push(
         self,
         folder: Path,
         name: str,
-        whole: bool = False,
+        full: bool = False,
         policy: bool = True,
         progress: Progress | None = None,
         stop: threading.Event | None = None,
     ) -> str:
         """Push the checkpoint in `folder`, called `name`; returns the commit.
 
-        `whole`: with all that resuming needs. `policy`: with the policy; else only the card, metrics and settings.
+        `full`: with all that resuming needs. `policy`: with the policy; else only the card, metrics and settings.
         """
-        there = self._there()
-        resumable = whole or f"{CHECKPOINTS}/{name}/{checkpoint.MANIFEST}" in there
-        files: dict[str, Content] = self._texts(name, there, resumable)
+        remote = self._remote_files()
+        resumable = full or f"{CHECKPOINTS}/{name}/{checkpoint.MANIFEST}" in remote
+        files: dict[str, Content] = self._texts(name, remote, resumable)
         files |= policy_files(folder) if policy else {}
-        if whole:
+        if full:
             contents = checkpoint_files(folder)
             files |= {f"{CHECKPOINTS}/{name}/{file}": content for file, content in contents.items()}
-        old = [n for n in there if n not in files and _is_replaced(n, name, whole, WEIGHTS in files)]
+        old = [n for n in remote if n not in files and _is_replaced(n, name, full, WEIGHTS in files)]
         commit = self.repository.commit(files, f"Checkpoint {name}", old, progress, stop)
-        self._check_pushed(files, _listed_hashes(folder, name, files), commit)
-        if whole:
+        self._check_pushed(files, _manifest_hashes(folder, name, files), commit)
+        if full:
             self.repository.tag(name, commit)
         return commit
 
     def _check_pushed(self, files: Mapping[str, Content], hashes: Mapping[str, str], commit: str) -> None:
-        """Refuse to call something pushed that the Hub does not have as the manifest says."""
+        """Raise an error if the Hub does not have the files as the manifest lists them."""
         entries = self.repository.files(commit)
         for name, content in files.items():
             if name not in entries or not entries[name].holds(content, hashes.get(name)):
@@ -104,33 +104,22 @@ class RunOnHub:
 
     def missing(self) -> list[Path]:
         """Complete checkpoints of the run that the repository does not have, oldest first."""
-        there = self._there()
-        return [
-            folder
-            for folder in checkpoint.complete(self.run / CHECKPOINTS).values()
-            if f"{CHECKPOINTS}/{folder.name}/{checkpoint.MANIFEST}" not in there
-        ]
+        remote, local = self._remote_files(), checkpoint.complete(self.run / CHECKPOINTS).values()
+        return [f for f in local if f"{CHECKPOINTS}/{f.name}/{checkpoint.MANIFEST}" not in remote]
 
-    def _there(self) -> dict[str, HubEntry]:
+    def _remote_files(self) -> dict[str, HubEntry]:
         """The files in the repository. Refuses one that has checkpoints of another run: the two would be mixed."""
-        there = self.repository.files()
-        taken = any(name.startswith(f"{CHECKPOINTS}/") for name in there)
-        owner = self._owner(there) if taken else None
-        if taken and (owner is None or owner != read_record(self.run).get("id")):
-            raise HubError(
-                f"{self.repository.url} already holds the checkpoints of another run. Choose another "
-                "--policy.repo_id, or delete that repository."
-            )
-        return there
+        remote = self.repository.files()
+        if any(name.startswith(f"{CHECKPOINTS}/") for name in remote):
+            run_id = id_in(self.repository.read(RUN_RECORD) if RUN_RECORD in remote else None)
+            if run_id is None or run_id != read_record(self.run).get("id"):
+                raise HubError(
+                    f"{self.repository.url} already holds the checkpoints of another run. Choose another "
+                    "--policy.repo_id, or delete that repository."
+                )
+        return remote
 
-    def _owner(self, there: dict[str, HubEntry]) -> str | None:
-        text = self.repository.read(RUN_RECORD) if RUN_RECORD in there else None
-        try:
-            return str(json.loads(text or b"")["id"])
-        except (ValueError, KeyError, TypeError):
-            return None
-
-    def _texts(self, name: str, there: dict[str, HubEntry], resumable: bool) -> dict[str, Content]:
+    def _texts(self, name: str, remote: dict[str, HubEntry], resumable: bool) -> dict[str, Content]:
         step = int(name)
         record = {**note(self.run), "checkpoint": name, "step": step}
         files: dict[str, Content] = {
@@ -140,7 +129,7 @@ class RunOnHub:
         if (self.run / METRICS).is_file():
             text = (self.run / METRICS).read_bytes()
             files[METRICS] = text[: text.rfind(b"\n") + 1]  # without a line that is being written
-        if not self.repository.keeps_card(there):
+        if not self.repository.keeps_card(remote):
             files[CARD] = self.card(step, resumable).encode()
         return files
 
@@ -165,27 +154,29 @@ def checkpoint_files(folder: Path) -> dict[str, Content]:
     return with_published_settings({name: files[name] for name in sorted({*visible, *listed})})
 
 
-def _listed_hashes(folder: Path, name: str, files: Mapping[str, Content]) -> dict[str, str]:
+def _manifest_hashes(folder: Path, name: str, files: Mapping[str, Content]) -> dict[str, str]:
     """The hashes in the manifest of the checkpoint in `folder`, by the names on the Hub. New contents have none."""
-    listed = {**read_manifest(folder), **read_manifest(folder, EXPORTED)}
-    whole = {f"{CHECKPOINTS}/{name}/{file}": entry.sha256 for file, entry in listed.items()}
-    policy = {file.removeprefix(f"{PRETRAINED}/"): entry.sha256 for file, entry in listed.items()}
-    return {n: sha256 for n, sha256 in {**policy, **whole}.items() if isinstance(files.get(n), Path)}
+    hashes = {}
+    for file, entry in {**read_manifest(folder), **read_manifest(folder, EXPORTED)}.items():
+        for remote in (file.removeprefix(f"{PRETRAINED}/"), f"{CHECKPOINTS}/{name}/{file}"):
+            if isinstance(files.get(remote), Path):
+                hashes[remote] = entry.sha256
+    return hashes
 
 
-def _is_replaced(there: str, name: str, whole: bool, policy: bool) -> bool:
-    """Whether a file in the repository belongs to what is pushed now: if it is not pushed again, it is old."""
-    if there.startswith(f"{CHECKPOINTS}/{name}/"):
-        return whole
-    top = there.removeprefix("adapter/")
-    return policy and "/" not in top and top.endswith(POLICY_SUFFIXES) and there != RUN_RECORD
+def _is_replaced(file: str, name: str, full: bool, policy: bool) -> bool:
+    """Whether a file in the repository is part of what is pushed now: it is old if it is not pushed again."""
+    if file.startswith(f"{CHECKPOINTS}/{name}/"):
+        return full
+    top = file.removeprefix("adapter/")
+    return policy and "/" not in top and top.endswith(POLICY_SUFFIXES) and file != RUN_RECORD
 
 
-def settings_of(run: Path, **given: Any) -> HubSettings:
-    """Where a run was to be pushed by its own settings, with changes that are not None."""
+def settings_of(run: Path, **changes: Any) -> HubSettings:
+    """Where a run's own settings push it, with changes that are not None."""
     policy = read_run(run)["policy"]
     values = {name: policy.get(name) for name in ("repo_id", "private", "tags", "license")}
-    values |= {name: value for name, value in given.items() if value is not None}
+    values |= {name: value for name, value in changes.items() if value is not None}
     if values["repo_id"] is None:
         raise HubError(f"{run} was trained without a repository: name it with --repo_id=USER/NAME.")
     return HubSettings(**values)

@@ -42,18 +42,16 @@ class Bf16Copies:
         ]
         self.copies: dict[nn.Parameter, nn.Parameter] = {}
 
-    def made(self) -> dict[nn.Parameter, nn.Parameter]:
-        """The copies of the weights as they are now, at the first call."""
+    def create(self) -> dict[nn.Parameter, nn.Parameter]:
+        """The copies, of the weights as they are at the first call."""
         if not self.copies:
-            self.copies = {
-                weight: nn.Parameter(weight.detach().to(torch.bfloat16)) for _, _, weight in self.places
-            }
+            self.copies = {w: nn.Parameter(w.detach().to(torch.bfloat16)) for _, _, w in self.places}
         return self.copies
 
     @contextmanager
     def in_use(self) -> Iterator[None]:
         """Inside, layers compute with the copies."""
-        copies = self.made()
+        copies = self.create()
         for layer, name, weight in self.places:
             layer._parameters[name] = copies[weight]
         try:
@@ -66,7 +64,7 @@ class Bf16Copies:
         """The copy of a weight, or the weight itself if it has none."""
         return self.copies.get(weight, weight)
 
-    def forget_gradients(self) -> None:
+    def zero_grad(self) -> None:
         for copy in self.copies.values():
             copy.grad = None
 
@@ -75,15 +73,15 @@ class Bf16Copies:
         """The optimizer's step. Large weights have Flexor's kernel, all others torch's."""
         small: list[nn.Parameter] = []
         for group in optimizer.param_groups:
-            own = [p for p in group["params"] if p in self.copies and self.copies[p].grad is not None]
-            large = [p for p in own if p.numel() >= LARGE and has_kernels(p.device)]
+            copied = [p for p in group["params"] if p in self.copies and self.copies[p].grad is not None]
+            large = [p for p in copied if p.numel() >= LARGE and has_kernels(p.device)]
             if large:
                 self._update(optimizer, group, large)
-            small += [p for p in own if p.numel() < LARGE or not has_kernels(p.device)]
-        wide = [torch.empty_like(p) for p in small]
+            small += [p for p in copied if p.numel() < LARGE or not has_kernels(p.device)]
+        gradients = [torch.empty_like(p) for p in small]  # in float32
         if small:
-            torch._foreach_copy_(wide, [self._gradient(p) for p in small])
-        for weight, gradient in zip(small, wide):
+            torch._foreach_copy_(gradients, [self._gradient(p) for p in small])
+        for weight, gradient in zip(small, gradients):
             weight.grad = gradient
         optimizer.step()
         if small:
@@ -101,24 +99,19 @@ class Bf16Copies:
         states = [_state(optimizer, weight) for weight in weights]
         steps, averages, squares = ([s[key] for s in states] for key in ("step", "exp_avg", "exp_avg_sq"))
         torch._foreach_add_(steps, 1)
-        apart = isinstance(optimizer, torch.optim.AdamW)  # weight decay is no part of the gradient
-        beta1, beta2 = group["betas"]
+        decoupled = isinstance(optimizer, torch.optim.AdamW)  # weight decay is no part of the gradient
+        gradients, copies = [self._gradient(w) for w in weights], [self.copies[w] for w in weights]
         torch.ops.flexor.adam_with_copies(
-            weights,
-            [self._gradient(weight) for weight in weights],
-            averages,
-            squares,
-            [self.copies[weight] for weight in weights],
-            _factors(torch.stack(steps), group, apart),
+            *(weights, gradients, averages, squares, copies),
+            _factors(torch.stack(steps), group, decoupled),
             getattr(optimizer, "grad_scale", None),
-            _rest(beta1),
-            _rest(beta2),
+            *(_complement(beta) for beta in group["betas"]),
             group["eps"],
-            0.0 if apart else group["weight_decay"],
+            0.0 if decoupled else group["weight_decay"],
         )
 
 
-def _rest(beta: float) -> float:
+def _complement(beta: float) -> float:
     """1 - beta in float32, as torch's fused kernel has it: of 0.999, five digits are those of the exact value."""
     return float(1 - torch.tensor(beta, dtype=torch.float32))
 
@@ -133,11 +126,11 @@ def _state(optimizer: torch.optim.Optimizer, weight: nn.Parameter) -> dict[str, 
     return state
 
 
-def _factors(steps: Tensor, group: dict[str, Any], apart: bool) -> Tensor:
-    """What the kernel needs of the steps [N]: see there. In float64: 1 - 0.999 has few digits in float32."""
+def _factors(steps: Tensor, group: dict[str, Any], decoupled: bool) -> Tensor:
+    """The factors of the kernel after these steps [N], in float64: 1 - 0.999 has few digits in float32."""
     beta1, beta2 = group["betas"]
     steps = steps.double()
     rate = group["lr"] / (1 - beta1**steps)
     root = (1 - beta2**steps).sqrt()
-    keep = torch.ones_like(steps) - group["lr"] * (group["weight_decay"] if apart else 0.0)
-    return torch.stack((rate, root, keep), 1).float()
+    decay = torch.ones_like(steps) - group["lr"] * (group["weight_decay"] if decoupled else 0.0)
+    return torch.stack((rate, root, decay), 1).float()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import nn
 
@@ -18,7 +20,7 @@ class EMA:
     def __init__(self, model: nn.Module, decay: float):
         self.decay = decay
         self.updates = 0
-        self.average = {k: _exact(v.detach()).clone() for k, v in unique_state(model).items()}
+        self.average = {k: _in_float32(v.detach()).clone() for k, v in unique_state(model).items()}
         self.weight: float | torch.Tensor = 0.0  # of the model in this step; on a GPU a tensor
         device = next(iter(self.average.values())).device
         if device.type in ("cuda", "meta"):
@@ -41,7 +43,7 @@ class EMA:
             value = state[name]
             if value.is_floating_point():
                 averages.append(local(self.average[name]))
-                values.append(_exact(local(value)))
+                values.append(_in_float32(local(value)))
             else:
                 self.average[name].copy_(value)
         if isinstance(self.weight, torch.Tensor):
@@ -56,19 +58,9 @@ def _move(averages: list[torch.Tensor], values: list[torch.Tensor], weight: torc
     No such operation of torch takes the weight as a tensor, except for the step of SGD: the gradient is -values, and
     the weight decay of 1 adds the averages.
     """
-    torch._fused_sgd_(
-        averages,
-        values,
-        [],
-        weight_decay=1.0,
-        momentum=0.0,
-        lr=weight,
-        dampening=0.0,
-        nesterov=False,
-        maximize=True,
-        is_first_step=False,
-    )
+    settings: dict[str, Any] = {"momentum": 0.0, "dampening": 0.0, "nesterov": False, "is_first_step": False}
+    torch._fused_sgd_(averages, values, [], lr=weight, weight_decay=1.0, maximize=True, **settings)
 
 
-def _exact(tensor: torch.Tensor) -> torch.Tensor:
+def _in_float32(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.float() if tensor.dtype == torch.bfloat16 else tensor

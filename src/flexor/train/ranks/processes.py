@@ -26,8 +26,8 @@ from flexor.core.errors import ConfigError, FlexorError
 
 T = TypeVar("T")
 FOREVER = timedelta(days=30)
-ALIKE_S = 2.0  # seconds within which all ranks report the same error
-ERROR, HEARD = "flexor/error", "flexor/error/heard"
+SAME_ERROR_S = 2.0  # seconds within which all ranks report the same error
+ERROR, READ = "flexor/error", "flexor/error/heard"  # keys of the store
 
 
 @dataclass
@@ -65,15 +65,16 @@ class Processes:
         return self.control is not None
 
     def join(self, device: torch.device, timeout_s: float, backend: str = "auto") -> None:
-        """Connect to the other processes. From here on all of them take part in every collective."""
+        """Connect to the other processes. After this, all of them take part in every collective."""
         gpu = "gloo" if backend == "gloo" else "nccl"
         backend = f"cpu:gloo,cuda:{gpu}" if device.type == "cuda" else "gloo"
         timeout = timedelta(seconds=2 * timeout_s + 60)  # the watchdog reports more, so it acts first
         try:
-            store = self._meet(timedelta(seconds=timeout_s)) if self.world_size > 1 else dist.HashStore()
-            dist.init_process_group(
-                backend, store=store, rank=self.rank, world_size=self.world_size, timeout=timeout
+            store = (
+                self._rendezvous(timedelta(seconds=timeout_s)) if self.world_size > 1 else dist.HashStore()
             )
+            size = self.world_size
+            dist.init_process_group(backend, store=store, rank=self.rank, world_size=size, timeout=timeout)
         except (RuntimeError, ValueError) as error:
             where = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
             raise FlexorError(
@@ -84,7 +85,7 @@ class Processes:
         # torchrun counts restarts host by host, and only where a process failed
         self.restarts = max(self.gather(self.restarts))
 
-    def _meet(self, timeout: timedelta) -> dist.Store:
+    def _rendezvous(self, timeout: timedelta) -> dist.Store:
         """A store for the processes of this start only.
 
         torchrun keeps its store when it restarts processes, and torch would find the entries of the earlier ones in it.
@@ -92,16 +93,16 @@ class Processes:
         """
         store, _, _ = next(dist.rendezvous("env://", self.rank, self.world_size, timeout=timeout))
         store.set_timeout(timeout)
-        own = uuid.uuid4().hex
+        key = uuid.uuid4().hex
         if self.is_main:
-            self._tell(store, own, timeout)
-            return dist.PrefixStore(own, store)
-        store.set(f"flexor/asks/{self.rank}", own)
-        start = store.get(f"flexor/told/{own}").decode()  # waits for the answer
+            self._answer_ranks(store, key, timeout)
+            return dist.PrefixStore(key, store)
+        store.set(f"flexor/asks/{self.rank}", key)
+        start = store.get(f"flexor/told/{key}").decode()  # waits for the answer
         store.set(f"flexor/{start}/{self.rank}", "")
         return dist.PrefixStore(start, store)
 
-    def _tell(self, store: dist.Store, start: str, timeout: timedelta) -> None:
+    def _answer_ranks(self, store: dist.Store, start: str, timeout: timedelta) -> None:
         """Rank 0 answers until all ranks know the name of this start. A request may be from an earlier start."""
         missing = set(range(1, self.world_size))
         until = time.monotonic() + timeout.total_seconds()
@@ -146,30 +147,31 @@ class Processes:
                 dist.broadcast_object_list(answer, 0, group=self.control)
                 raise
         dist.broadcast_object_list(answer, 0, group=self.control)
-        if answer[1] is not None:
-            answer[1].already_logged = True  # rank 0 prints it
-            raise answer[1]
-        return answer[0]
+        value, failure = answer
+        if failure is not None:
+            failure.already_logged = True  # rank 0 prints it
+            raise failure
+        return value
 
-    def say_once(self, error: FlexorError) -> None:
+    def report_once(self, error: FlexorError) -> None:
         """If all ranks fail with the same error, only rank 0 prints it. Otherwise each rank adds its name to it."""
         if self.world_size == 1 or not self.joined:
             return
         with suppress(RuntimeError):  # the store may be gone with its process
             store = dist.distributed_c10d._get_default_store()
             if error.already_logged:
-                store.add(HEARD, 1)
+                store.add(READ, 1)
                 return
             if self.is_main:
                 print_error(f"flexor: {error}")  # before the launcher can end us
                 error.already_logged = True
                 store.set(ERROR, str(error))
                 # the store may be in this process: the others read it first
-                _poll(lambda: store.add(HEARD, 0) == self.world_size - 1, ALIKE_S / 2)
+                _poll(lambda: store.add(READ, 0) == self.world_size - 1, SAME_ERROR_S / 2)
                 return
-            _poll(lambda: store.check([ERROR]), ALIKE_S)
+            _poll(lambda: store.check([ERROR]), SAME_ERROR_S)
             error.already_logged = store.check([ERROR]) and store.get(ERROR).decode() == str(error)
-            store.add(HEARD, 1)
+            store.add(READ, 1)
         if not error.already_logged:
             error.args = (f"rank {self.rank} on {self.host}: {error}",)
 
@@ -226,9 +228,8 @@ def _from_srun(env: Mapping[str, str]) -> Processes:
     tasks = _tasks_per_node(env.get("SLURM_STEP_TASKS_PER_NODE", env["SLURM_STEP_NUM_TASKS"]))
     local = tasks[min(int(env.get("SLURM_NODEID", 0)), len(tasks) - 1)]
     os.environ.setdefault("MASTER_ADDR", _first_host(env))
-    os.environ.setdefault(
-        "MASTER_PORT", str(10_000 + int(env.get("SLURM_JOB_ID", 0)) % 20_000)
-    )  # as in our scripts
+    port = 10_000 + int(env.get("SLURM_JOB_ID", 0)) % 20_000  # as in our scripts
+    os.environ.setdefault("MASTER_PORT", str(port))
     os.environ.setdefault("LOCAL_WORLD_SIZE", str(local))  # the loader divides the host's memory by it
     return Processes(
         rank=int(env["SLURM_PROCID"]),
@@ -259,10 +260,9 @@ def _first_host(env: Mapping[str, str]) -> str:
     nodes = env.get("SLURM_STEP_NODELIST", env.get("SLURM_JOB_NODELIST", "localhost"))
     if "[" not in nodes and "," not in nodes:
         return nodes
+    command = ["scontrol", "show", "hostnames", nodes]
     try:
-        answer = subprocess.run(
-            ["scontrol", "show", "hostnames", nodes], capture_output=True, text=True, check=True
-        )
+        answer = subprocess.run(command, capture_output=True, text=True, check=True)
     except (OSError, subprocess.CalledProcessError) as error:
         raise ConfigError(
             f"Can't find the first of the hosts {nodes}: scontrol failed ({error}). Set MASTER_ADDR to its name."

@@ -2,8 +2,8 @@
 
 A thread checks this rank about once a second. After `timeout_s` without progress it names the rank that is behind,
 prints the stacks of this process and ends it, because a process that is stuck in a collective can't be unwound.
-Slow work is no hang: while any rank is in `patiently`, it is enough that all ranks send heartbeats. Time in which the
-whole process was suspended does not count.
+Slow work is no hang: while any rank is in `without_limit`, it is enough that all ranks send heartbeats. Time in which
+the whole process was suspended does not count.
 
 | Problem | Which ranks end, and when |
 | --- | --- |
@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING
 
 from flexor.core.errors import FlexorError
 from flexor.core.log import log
-from flexor.train.ranks.heartbeats import DONE, PATIENT, START, Heartbeat, Heartbeats, Moment
+from flexor.train.ranks.heartbeats import DONE, START, Activity, Heartbeat, Heartbeats
 
 if TYPE_CHECKING:
     from torch.distributed import Store
@@ -35,10 +35,10 @@ if TYPE_CHECKING:
 HUNG = 70  # exit code of a process that its watchdog ended (EX_SOFTWARE)
 STOPPED = 75  # exit code of a process that a signal stopped
 TICK_S = 1.0
-GONE_S = 60.0  # how long to wait for a rank that is known to be gone
+GONE_S = 60.0  # how long to wait for a rank that has ended
 GRACE_S = 5.0  # the rank that hangs prints its own stack before the ranks that wait for it end too
 MOST_NAMED = 8  # ranks in one message
-STILL_S = 300.0  # between two log lines of a rank that does slow work
+LOG_S = 300.0  # between two log lines of a rank that does slow work
 
 
 class RankLost(FlexorError):
@@ -60,32 +60,32 @@ class Watchdog:
         self.rank, self.world_size, self.host, self.timeout_s = rank, world_size, host, timeout_s
         self._tick = min(TICK_S, timeout_s / 10)
         self._now = 0.0  # seconds that this process has been running, not stopped
-        self._moment = self._seen = START
-        self._since = self._entered = self._said = 0.0  # last progress; start of the moment; last log line
+        self._activity = self._checked = START
+        self._progress = self._entered = self._logged = 0.0  # last progress, activity and log line
         self._ended: str | None = None
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
         self._heartbeats: Heartbeats | None = None
         if store is not None and world_size > 1:
-            self._heartbeats = Heartbeats(self._own, world_size, store, lambda: self._now, self._tick)
+            self._heartbeats = Heartbeats(self._heartbeat, world_size, store, lambda: self._now, self._tick)
 
     def beat(self, step: int, doing: str) -> None:
         """This rank starts the next part of a step. Cheap, for the hot loop: it only stores this."""
-        last = self._moment
-        self._moment = Moment(step, last.nth + 1 if step == last.step else 0, doing)
+        last = self._activity
+        self._activity = Activity(step, last.nth + 1 if step == last.step else 0, doing)
 
-    def rest(self, doing: str) -> None:
+    def lift_limit(self, doing: str) -> None:
         """Slow work without a time limit, until the next beat. Ranks that wait for it do not time out either."""
-        self._moment = self._moment._replace(doing=doing, mode=PATIENT)
+        self._activity = self._activity._replace(doing=doing, unlimited=True)
 
     @contextmanager
-    def patiently(self, doing: str) -> Iterator[None]:
+    def without_limit(self, doing: str) -> Iterator[None]:
         """The same, until the end of the block. If an error ends it, the report says what this rank was doing."""
-        before = self._moment
-        self.rest(doing)
+        before = self._activity
+        self.lift_limit(doing)
         yield
         # a new object, even if its values are the same: that counts as progress
-        self._moment = self._moment._replace(doing=before.doing, mode=before.mode)
+        self._activity = self._activity._replace(doing=before.doing, unlimited=before.unlimited)
 
     def __enter__(self) -> Watchdog:
         if self._heartbeats:
@@ -94,7 +94,7 @@ class Watchdog:
         return self
 
     def __exit__(self, _: object, error: BaseException | None, __: object) -> None:
-        culprit = self._who_failed() if self._heartbeats and _is_of_a_collective(error) else None
+        culprit = self._find_failed() if self._heartbeats and _is_from_collective(error) else None
         self._ended = DONE if error is None else culprit or f"{type(error).__name__}: {error}".splitlines()[0]
         self._stop.set()
         self._thread.join(10)
@@ -102,12 +102,12 @@ class Watchdog:
         if self._heartbeats:
             self._heartbeats.stop()
         if culprit:
-            lost = RankLost(f"{culprit}\n{self._here()}: {str(error).split('. ')[0]}")
+            lost = RankLost(f"{culprit}\n{self._describe()}: {str(error).split('. ')[0]}")
             if "TrainingStopped: " in culprit:  # before the first step; later all stop together
                 lost.exit_code = STOPPED
             raise lost from error
         if error is not None and not isinstance(error, FlexorError):
-            error.add_note(f"{self._here()}.")  # printed below its stack
+            error.add_note(f"{self._describe()}.")  # printed below its stack
 
     # The thread
 
@@ -123,37 +123,38 @@ class Watchdog:
                 now = time.monotonic()
                 self._now += min(now - last, 3 * self._tick)
                 last = now
-                self._look()
+                self._check()
                 self._stop.wait(self._tick)
         except Exception:
             log.exception("The watchdog of this rank stopped: if the run hangs, it will not be reported.")
 
-    def _look(self) -> None:
-        moment = self._moment
-        if moment is not self._seen:
-            self._seen = moment
-            self._since = self._entered = self._said = self._now
+    def _check(self) -> None:
+        activity = self._activity
+        if activity is not self._checked:
+            self._checked = activity
+            self._progress = self._entered = self._logged = self._now
         peers = [peer for peer in self._peers().values() if peer.ended != DONE]
-        if moment.mode or any(peer.moment.mode == PATIENT for peer in peers):
-            self._since = max(self._since, min((peer.heard for peer in peers), default=self._now))
-        if moment.mode and self._now - self._said >= STILL_S:
-            self._said = self._now
+        if activity.unlimited or any(peer.activity.unlimited for peer in peers):
+            self._progress = max(self._progress, min((peer.received for peer in peers), default=self._now))
+        if activity.unlimited and self._now - self._logged >= LOG_S:
+            self._logged = self._now
             minutes = (self._now - self._entered) / 60
-            log.info("rank %d: still %s after %d min", self.rank, moment.doing, minutes)
+            log.info("rank %d: still %s after %d min", self.rank, activity.doing, minutes)
         lost = self._heartbeats is not None and self._heartbeats.lost
         limit = min(self.timeout_s, GONE_S) if lost or any(peer.ended for peer in peers) else self.timeout_s
-        if self._now - self._since > limit:
-            self._judge(limit)
+        if self._now - self._progress > limit:
+            self._report_hang(limit)
 
-    def _judge(self, limit: float) -> None:
+    def _report_hang(self, limit: float) -> None:
+        """Report which rank hangs, and end this process; one of a single process runs on."""
         gone = self._gone(limit / 2)
         culprits, verdict = gone or self._behind()
-        if self.rank not in culprits and self._now - self._since <= limit + GRACE_S:
+        if self.rank not in culprits and self._now - self._progress <= limit + GRACE_S:
             return
         hint = "" if gone else f" If this can take so long, raise --parallel.timeout_s ({self.timeout_s:g})."
-        _say(f"\n{verdict}{hint}\n{self._here()}. Stacks of its threads:\n{_stacks()}\n")
+        _print(f"\n{verdict}{hint}\n{self._describe()}. Stacks of its threads:\n{_stacks()}\n")
         if self._heartbeats is None:
-            self._since = self._now
+            self._progress = self._now
             return
         self._ended = verdict
         self._heartbeats.stop()
@@ -161,8 +162,9 @@ class Watchdog:
 
     # Which rank is the cause
 
-    def _own(self) -> Heartbeat:
-        return Heartbeat(self.rank, self.host, self._moment, self._now - self._since, self._ended, self._now)
+    def _heartbeat(self) -> Heartbeat:
+        idle = self._now - self._progress
+        return Heartbeat(self.rank, self.host, self._activity, idle, self._ended, self._now)
 
     def _peers(self) -> dict[int, Heartbeat]:
         return self._heartbeats.peers if self._heartbeats else {}
@@ -174,7 +176,7 @@ class Watchdog:
         peers = self._heartbeats.peers.values()
         failed = [peer for peer in peers if peer.ended]
         if failed:
-            first = min(failed, key=lambda peer: peer.heard)
+            first = min(failed, key=lambda peer: peer.received)
             return [first.rank], f"{_name(first)} has ended at {_place(first)}: {first.ended}"
         answered = self._heartbeats.answered
         if self._now - answered > silent_s:
@@ -182,7 +184,7 @@ class Watchdog:
                 "The torch.distributed store of this run, hosted by rank 0 or its launcher, has not answered for "
                 f"{self._now - answered:.0f} s: that process is dead or frozen, or its host is down."
             )
-        # up to the last answer of the store: later heartbeats are not known
+        # up to the last answer of the store: it has not sent later heartbeats
         silent = [peer for peer in peers if peer.ended is None and peer.silence(answered) > silent_s]
         if silent:
             return [peer.rank for peer in silent], (
@@ -193,11 +195,11 @@ class Watchdog:
 
     def _behind(self) -> tuple[list[int], str]:
         """The ranks with the least progress, and a sentence about them and the ranks that wait for them."""
-        ranks = [rank for rank in [*self._peers().values(), self._own()] if rank.ended is None]
+        ranks = [rank for rank in [*self._peers().values(), self._heartbeat()] if rank.ended is None]
         ranks.sort(key=lambda rank: rank.rank)
-        at_it = [rank for rank in ranks if not rank.moment.mode] or ranks
-        least = min(rank.moment[:2] for rank in at_it)
-        behind = [rank for rank in at_it if rank.moment[:2] == least]
+        limited = [rank for rank in ranks if not rank.activity.unlimited] or ranks
+        least = min(rank.activity[:2] for rank in limited)
+        behind = [rank for rank in limited if rank.activity[:2] == least]
         waiting = [rank.rank for rank in ranks if rank not in behind]
         return [rank.rank for rank in behind], (
             f"{_names(behind)} {_have(behind)} made no progress for "
@@ -205,10 +207,10 @@ class Watchdog:
             + (f" {_numbers(waiting)} for {'it' if len(behind) == 1 else 'them'}." if waiting else "")
         )
 
-    def _who_failed(self) -> str | None:
+    def _find_failed(self) -> str | None:
         """After a failed collective: wait until the heartbeats show which rank caused it."""
         assert self._heartbeats is not None
-        self._moment = self._moment._replace()  # counts as progress: this wait gets its own time
+        self._activity = self._activity._replace()  # progress: this wait gets its own time limit
         for _ in range(16):
             gone = self._gone(silent_s=5 * self._heartbeats.every_s)
             if gone:
@@ -217,11 +219,11 @@ class Watchdog:
         behind, verdict = self._behind()  # the collective timed out before the watchdog
         return None if self.rank in behind else verdict
 
-    def _here(self) -> str:
-        return f"This is rank {self.rank} on {self.host}, at {_place(self._own())}"
+    def _describe(self) -> str:
+        return f"This is rank {self.rank} on {self.host}, at {_place(self._heartbeat())}"
 
 
-def _is_of_a_collective(error: BaseException | None) -> bool:
+def _is_from_collective(error: BaseException | None) -> bool:
     from torch.distributed import DistError
 
     return isinstance(error, DistError) or (isinstance(error, RuntimeError) and "gloo" in str(error))
@@ -241,7 +243,7 @@ def _have(ranks: Sequence[Heartbeat]) -> str:
 
 
 def _place(rank: Heartbeat) -> str:
-    return f"step {rank.moment.step}, {rank.moment.doing}"
+    return f"step {rank.activity.step}, {rank.activity.doing}"
 
 
 def _numbers(ranks: Sequence[int]) -> str:
@@ -267,7 +269,7 @@ def _stacks() -> str:
     return "\n".join(lines)
 
 
-def _say(text: str) -> None:
+def _print(text: str) -> None:
     """Print in one piece, so that the output of ranks does not mix. A pipe that nobody reads does not block us."""
     writer = threading.Thread(target=os.write, args=(2, text.encode()), daemon=True)
     writer.start()
