@@ -99,7 +99,7 @@ def write_fake(file: Path) -> None:
 
 
 def planned(case: str) -> dict[str, Any]:
-    with torch.random.fork_rng(devices=[]), CudaOnMeta(capability=None).speak():
+    with torch.random.fork_rng(devices=[]), CudaOnMeta(capability=None).active():
         return rehearse(CASES[case](), Recorder("meta"), META)
 
 
@@ -111,19 +111,19 @@ def as_calls(listed: list[Any]) -> Calls:
 
 
 def first_results(calls: Calls) -> Counter[tuple[str, str, Result]]:
-    found: Counter[tuple[str, str, Result]] = Counter()
+    counts: Counter[tuple[str, str, Result]] = Counter()
     for (phase, name, results), count in calls.items():
-        found[phase, name, results[0]] += count
-    return found
+        counts[phase, name, results[0]] += count
+    return counts
 
 
 def explain(difference: Difference, plan: Counter, fake: Counter) -> Iterator[None]:
     """Take away what a listed difference explains, once for each time that it occurs."""
     if difference.plan is None:
-        wanted = [call for call in fake if call[1:] == (difference.fake[0], difference.result)]
+        calls = [call for call in fake if call[1:] == (difference.fake[0], difference.result)]
     else:
-        wanted = [call for call in plan if call[1] == difference.plan]
-    for phase, name, result in wanted:
+        calls = [call for call in plan if call[1] == difference.plan]
+    for phase, name, result in calls:
         instead = Counter((phase, each, result) for each in difference.fake)
         while instead <= fake and (difference.plan is None or plan[phase, name, result]):
             fake.subtract(instead)
@@ -150,7 +150,7 @@ def test_a_step_does_what_it_does_on_fake_cuda_tensors(case: str, fake: dict[str
 @pytest.mark.ranks
 @without_cuda
 def test_autocast_gives_the_same_types(fake: dict[str, Any]):
-    with CudaOnMeta().speak():
+    with CudaOnMeta().active():
         ours = types(META)
     different = {name for name in FUNCTIONS if ours[name] != fake["types"][name]}
     assert different == {"pairwise_distance"}  # calls `norm` within torch, where the dialect does not see it
