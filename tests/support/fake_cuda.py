@@ -65,8 +65,8 @@ class Recorder(OperationTracker):
     def _summed_in_place(self, left: Any, right: Any) -> bool:
         return False  # the same on both sides: the engine does not, while somebody watches
 
-    def _note(self, function: Any, args: Sequence[Any], outs: list[Tensor]) -> None:
-        super()._note(function, args, outs)
+    def _record(self, function: Any, args: Sequence[Any], outs: list[Tensor]) -> None:
+        super()._record(function, args, outs)
         name, here = operator_name(function), [x for x in outs if x.device.type == self.device]
         if here and not is_view(function) and name not in NO_KERNEL:
             results = tuple((tuple(x.shape), str(x.dtype).removeprefix("torch.")) for x in here)

@@ -1,6 +1,6 @@
-"""The planner's dialect of CUDA against torch's own fake CUDA tensors: which branches a training step takes.
+"""The planner's model of CUDA against torch's own fake CUDA tensors: which branches a training step takes.
 
-If a release of torch changes a branch, a test here says which operations differ. Either the dialect follows, or the
+If a release of torch changes a branch, a test here says which operations differ. Either the model follows, or the
 difference has a reason, and is listed. What fake tensors can't show without CUDA, and so is not compared: which kernel
 attention takes (here both sides take plain operations; `test_trace.py` has the choice), cuDNN's batch norm, kernels
 that only a build with CUDA has. The order of operations is not compared, because compilers choose some of it.
@@ -20,7 +20,7 @@ from typing import Any
 import pytest
 import torch
 
-from flexor.plan.trace import cuda_on_meta as dialect
+from flexor.plan.trace import cuda_on_meta as cuda
 from flexor.plan.trace.cuda_on_meta import CudaOnMeta
 from flexor.plan.trace.rehearsal import META
 from support import fake_cuda, selection
@@ -153,13 +153,13 @@ def test_autocast_gives_the_same_types(fake: dict[str, Any]):
     with CudaOnMeta().active():
         ours = types(META)
     different = {name for name in FUNCTIONS if ours[name] != fake["types"][name]}
-    assert different == {"pairwise_distance"}  # calls `norm` within torch, where the dialect does not see it
+    assert different == {"pairwise_distance"}  # calls `norm` within torch, where the mode does not see it
 
 
 def test_autocast_knows_the_same_functions():
     registered = torch._C._dispatch_get_registrations_for_dispatch_key("AutocastCUDA")
     theirs = {name.removeprefix("aten::").split(".")[0] for name in registered if name.startswith("aten::")}
-    ours = dialect.LOWER | dialect.WIDEN | dialect.WIDEN_RESULT | dialect.WIDEST
+    ours = cuda.LOWER_PRECISION | cuda.FP32 | cuda.FP32_RESULT | cuda.PROMOTE
     assert ours - theirs == {
         *("__matmul__", "__rmatmul__", "__pow__", "__rpow__"),  # names in Python
         *("cross_entropy_loss", "nll_loss_nd", "square", "linalg_norm"),  # call such a function within torch

@@ -122,7 +122,7 @@ def test_memory_of_what_is_known_is_bounded(monkeypatch):
     repeats, x = CachedResults(), torch.empty(2, device="meta")
     for number in range(10):
         repeats.call(aten.add.Tensor, (x, number), {})
-        assert len(repeats._known) <= 3
+        assert len(repeats._calls) <= 3
 
 
 # In a process of its own, as in that of the tests the compiler may be there already; one of it for each case.

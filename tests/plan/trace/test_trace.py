@@ -96,7 +96,7 @@ def peak(changes: list[int]) -> int:
     return most
 
 
-def test_meta_tensors_are_born_and_die_as_real_ones_do():
+def test_meta_tensors_are_allocated_and_freed_as_real_ones():
     with OperationTracker("cpu", scratch=False) as real:
         train("cpu")
     with OperationTracker("meta", scratch=False) as fake:
@@ -115,7 +115,7 @@ def test_what_is_kept_adds_up_exactly(act):
     assert set(act.category.values()) <= set(get_args(Category))
 
 
-def test_every_storage_dies_once_after_it_was_born(act):
+def test_every_storage_is_freed_once_after_its_allocation(act):
     allocated, freed = set(), set()
     for event in act.events:
         if event.kind == "alloc":
