@@ -41,7 +41,7 @@ from flexor.plan.data.imagined_robot import Robot
 from flexor.plan.memory.memory import MemoryPlanner
 from flexor.plan.site.hardware import GPU, gpu_here, load_hardware
 from flexor.plan.speed import calibrate
-from flexor.plan.speed.measure import WINDOWS, Measured
+from flexor.plan.speed.measure import WINDOWS, MeasuredRun
 from flexor.plan.speed.speeds import Speeds, assumed, read, save
 from flexor.plan.speed.time import step_time
 from flexor.plan.trace.trace import trace_step
@@ -176,7 +176,7 @@ def this_gpu() -> GPU | None:
 
 
 def measured(case: Case) -> dict[str, Any]:
-    with Measured(case.config(), case.batch, case.accumulation) as run:
+    with MeasuredRun(case.config(), case.batch, case.accumulation) as run:
         memory = run.memory()
         times = timed(run)
         return {"seconds": statistics.median(times), "times": times, **asdict(memory), "host": run.host(5)}
@@ -186,18 +186,18 @@ def times_of(cases: list[Case]) -> list[list[float]]:
     """One after the other in one process, which takes less time than one for each."""
     all_times = []
     for case in cases:
-        with Measured(case.config(), case.batch, case.accumulation) as run:
+        with MeasuredRun(case.config(), case.batch, case.accumulation) as run:
             all_times.append(timed(run))
     return all_times
 
 
-def timed(run: Measured) -> list[float]:
+def timed(run: MeasuredRun) -> list[float]:
     return run.windows(max(2, min(8, int(0.3 / run.window(1)))))
 
 
 def fits(case: Case) -> dict[str, Any]:
     try:
-        with Measured(case.config(), case.batch):
+        with MeasuredRun(case.config(), case.batch):
             return {"fits": True}
     except torch.cuda.OutOfMemoryError:
         return {"fits": False}

@@ -199,7 +199,7 @@ def test_a_plan_sees_the_shapes_of_the_kernels(last, used):
     blocks = len(network.blocks())
     planned = small_unet(True).to("meta")
     given = [torch.empty(shape, device="meta") for shape in ((4, 16, 6), (4,), (4, 10))]
-    with CudaOnMeta().speak():
+    with CudaOnMeta().active():
         y = (to_channels_last(planned) if last else planned)(*given)
         y.sum().backward()
     assert y.shape == expected.shape and len(used) == 2 * blocks + 1

@@ -40,9 +40,9 @@ def test_memory_of_eager_steps_and_graphs_is_as_measured(name: str, monkeypatch:
     monkeypatch.syspath_prepend(str(BENCHMARKS))
     from step_memory import DEFAULT, peaks
 
-    found = list(peaks(DEFAULT, name))
-    assert found
-    for peak in found:
+    measured = list(peaks(DEFAULT, name))
+    assert measured
+    for peak in measured:
         assert peak.planned == pytest.approx(peak.measured, rel=0.005), peak
 
 
@@ -50,13 +50,15 @@ def test_the_page_says_what_the_results_say():
     results = json.loads(MEASURED.read_text())
     summary = results["summary"]
     page = (BENCHMARKS.parent / "docs" / "plan.md").read_text()
-    for name, what in {
+    for name, error in {
         "memory that torch has allocated at the peak": "allocated",
         "memory of the process": "process",
         "time of a step that the GPU bounds, calibrated": "time, gpu-bound, calibrated",
         "time of a step that the host bounds, calibrated": "time, host-bound, calibrated",
     }.items():
-        assert f"| {name} | {percent(summary[what]['median'])} | {percent(summary[what]['worst'])} |" in page
+        assert (
+            f"| {name} | {percent(summary[error]['median'])} | {percent(summary[error]['worst'])} |" in page
+        )
     assert f"{summary['cases']} runs of seven policies" in page
     for row in results["largest"]:
         assert row["right"] and f"{row['largest']:,}" in page

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from flexor.config.schema import TrainConfig
 from flexor.core.typed import with_settings
-from flexor.plan.advise import KINDS, Change, Effect, Harm, in_order, possible_changes, remedy
+from flexor.plan.advise import KINDS, Change, Effect, Impact, in_order, possible_changes, remedy
 from flexor.plan.site.hardware import load_hardware
 
 HARDWARE = load_hardware()
@@ -19,14 +19,14 @@ def change(name: str, memory: int = 0, time: float = 1.0, gpus: float = 1.0) -> 
 
 
 def test_what_computes_the_same_comes_first() -> None:
-    asked = [
+    changes = [
         change("batch"),
         change("lora"),
         change("precision"),
         change("sharding", gpus=2),
         change("checkpointing"),
     ]
-    names = [c.name for c in in_order(asked)]
+    names = [c.name for c in in_order(changes)]
     assert names == ["checkpointing", "sharding", "precision", "lora", "batch"]
 
 
@@ -50,7 +50,7 @@ CHANGES = st.builds(
 def test_harm_never_falls(changes: list[Change]) -> None:
     ordered = in_order(changes)
     assert sorted(map(hash, ordered)) == sorted(map(hash, changes))
-    assert [c.harm for c in ordered] == sorted(c.harm for c in changes)
+    assert [c.impact for c in ordered] == sorted(c.impact for c in changes)
 
 
 @given(st.lists(CHANGES, max_size=8), st.integers(1, 10**10))
@@ -59,10 +59,10 @@ def test_a_remedy_is_enough_and_nothing_less_harmful_is(changes: list[Change], m
         return sum(c.effect.memory for c in some if c.effect) >= missing
 
     tried = [replace(c, effect=replace(c.effect, fits=fits([c]))) for c in changes if c.effect]
-    chosen = remedy(tried, fits)
-    if chosen:
-        assert fits(chosen)
-        less = [c for c in tried if c.harm < max(c.harm for c in chosen)]
+    combined = remedy(tried, fits)
+    if combined:
+        assert fits(combined)
+        less = [c for c in tried if c.impact < max(c.impact for c in combined)]
         assert not any(fits([c]) for c in less)
     else:
         assert not any(fits([c]) for c in tried)
@@ -111,8 +111,8 @@ def test_accumulation_keeps_the_step() -> None:
     for batch, passes in [(2, 1), (6, 3), (7, 1), (8, 2)]:
         config = TrainConfig(batch_size=batch, gradient_accumulation_steps=passes)
         change = next(c for c in possible_changes(config, gpu) if c.name == "accumulation")
-        given = dict(word.removeprefix("--").split("=") for word in change.setting.split())
-        assert int(given["batch_size"]) * int(given["gradient_accumulation_steps"]) == batch * passes
+        flags = dict(word.removeprefix("--").split("=") for word in change.setting.split())
+        assert int(flags["batch_size"]) * int(flags["gradient_accumulation_steps"]) == batch * passes
     with_global = next(
         c for c in possible_changes(TrainConfig(global_batch_size=64), gpu) if c.name == "accumulation"
     )
@@ -130,7 +130,7 @@ def test_a_gpu_without_bf16_is_offered_fp16() -> None:
 
 
 def test_every_kind_has_its_harm() -> None:
-    assert set(KINDS.values()) == set(Harm)
+    assert set(KINDS.values()) == set(Impact)
 
 
 def test_weights_in_bf16_bring_their_precision_along() -> None:

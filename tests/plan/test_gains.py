@@ -28,14 +28,14 @@ def diagnosed(run: Path, capsys, *flags: str, **line: object) -> dict:
     add_lines(run / "metrics.jsonl", *lines)
     capsys.readouterr()
     assert cli.main(["diagnose", str(run), "--json", *flags]) == 0
-    (found,) = json.loads(capsys.readouterr().out)["runs"]
-    return found
+    (diagnosis,) = json.loads(capsys.readouterr().out)["runs"]
+    return diagnosis
 
 
 def test_gains_of_a_launch_bound_run(trained, capsys):
-    found = diagnosed(trained, capsys, system={"gpu_util": 0.2})
-    assert found["verdict"] == "host-launch-bound" and "note" not in found
-    planned = {change["flag"]: change for change in found["changes"]}
+    diagnosis = diagnosed(trained, capsys, system={"gpu_util": 0.2})
+    assert diagnosis["verdict"] == "host-launch-bound" and "note" not in diagnosis
+    planned = {change["flag"]: change for change in diagnosis["changes"]}
     assert planned["--step=auto"]["planned"] and planned["--step=auto"]["speedup"] > 1.05
     assert any(flag.startswith("--batch_size=") for flag in planned)
     estimated = diagnosed(trained, capsys, "--no-plan", system={"gpu_util": 0.2})
@@ -54,5 +54,5 @@ def test_a_gpu_or_a_dataset_that_is_not_there(trained, capsys):
             config = (trained / "config.yaml").read_text()
             root = next(line for line in config.splitlines() if line.strip().startswith("root: /"))
             (trained / "config.yaml").write_text(config.replace(root, f"{root}-gone"))
-        found = diagnosed(trained, capsys, system={"gpu_util": 0.2})
-        assert found["verdict"] == "host-launch-bound" and why in found["note"]
+        diagnosis = diagnosed(trained, capsys, system={"gpu_util": 0.2})
+        assert diagnosis["verdict"] == "host-launch-bound" and why in diagnosis["note"]

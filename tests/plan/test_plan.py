@@ -36,9 +36,9 @@ def plan() -> Plan:
 def test_a_plan_adds_up(plan: Plan):
     assert plan.fits and plan.peak == plan.memory.total < plan.site.gpu.memory
     assert plan.config.steps == 3 * 6000 / 4 and plan.epochs == pytest.approx(3)
-    assert plan.pace.seconds >= plan.config.steps * plan.pace.step.seconds * (1 - 1e-9)
-    assert plan.samples_per_s == pytest.approx(3 * 6000 / plan.pace.seconds)
-    assert plan.money.rent == pytest.approx(plan.pace.hours * plan.site.usd_per_hour, rel=0.1)
+    assert plan.run_time.seconds >= plan.config.steps * plan.run_time.step.seconds * (1 - 1e-9)
+    assert plan.samples_per_s == pytest.approx(3 * 6000 / plan.run_time.seconds)
+    assert plan.money.rent == pytest.approx(plan.run_time.hours * plan.site.usd_per_hour, rel=0.1)
     weights, state = 4 * plan.parameters, 8 * plan.trained
     assert plan.checkpoint == pytest.approx(weights + state, rel=0.02)
 
@@ -48,14 +48,14 @@ def test_data_that_comes_slowly_makes_the_run_longer(plan: Plan):
     slow = plan_on("RTX 4090", config, speed=Speed(decode_s=10.0, gather_s=0.0, reached=1.0))
     assert slow.data_bound and not plan.data_bound
     # four threads, ten seconds for each sample
-    assert slow.pace.seconds == pytest.approx(3 * 6000 * 10 / min(4, slow.site.host.cores - 1))
-    assert slow.pace.busy < plan.pace.busy
+    assert slow.run_time.seconds == pytest.approx(3 * 6000 * 10 / min(4, slow.site.host.cores - 1))
+    assert slow.run_time.busy < plan.run_time.busy
 
 
 def test_many_gpus_are_what_the_trainer_makes_of_them():
     two = plan_on("A100 80GB", settings(batch_size=4, steps=100), gpus=2)
-    assert two.split.global_batch == 8 and two.memory.share.strategy == "ddp"
-    assert two.pace.step.communication > 0 and two.together is None
+    assert two.split.global_batch == 8 and two.memory.parallelism.strategy == "ddp"
+    assert two.run_time.step.communication > 0 and two.concurrent is None
     fixed = plan_on("A100 80GB", settings(batch_size=4, global_batch_size=4, steps=100), gpus=2)
     assert (fixed.split.batch_size, fixed.split.accumulation) == (2, 1)
 
@@ -65,7 +65,7 @@ def test_a_given_price_counts():
     config = settings(steps=1000)
     site = site_of(HARDWARE, gpu, price=3.0)
     dear = make_plan(config, DATA, site, HARDWARE, search=False)
-    assert dear.money.rent == pytest.approx(3 * dear.pace.hours, abs=0.001)
+    assert dear.money.rent == pytest.approx(3 * dear.run_time.hours, abs=0.001)
 
 
 def test_the_ranking_agrees_with_the_plans():
@@ -79,16 +79,16 @@ def test_the_ranking_agrees_with_the_plans():
     quickest = fastest(choices)
     assert quickest and quickest.hours <= 1.02 * min(choice.hours for choice in choices)
     for choice in choices:
-        own = plan_on(choice.gpu.name, config, choice.gpus, speeds=assumed())
-        assert choice.peak == own.peak
-        assert choice.hours == pytest.approx(own.pace.hours)
-        assert choice.usd == pytest.approx(own.money.rent)
+        plan = plan_on(choice.gpu.name, config, choice.gpus, speeds=assumed())
+        assert choice.peak == plan.peak
+        assert choice.hours == pytest.approx(plan.run_time.hours)
+        assert choice.usd == pytest.approx(plan.money.rent)
 
 
 def test_what_does_not_fit_at_once_is_dealt_out_in_passes():
     config = settings(size=(256, 256), batch_size=64, global_batch_size=64, steps=1000)
-    whole = plan_on("RTX 4090", config)
-    small = replace(HARDWARE.find("RTX 4090"), name="small", memory_gib=0.6 * whole.peak / 2**30)
+    fitting = plan_on("RTX 4090", config)
+    small = replace(HARDWARE.find("RTX 4090"), name="small", memory_gib=0.6 * fitting.peak / 2**30)
     ranking = Ranking(config, DATA, HARDWARE, assumed())
     choice = ranking.choice(small, 1)
     assert choice.split and choice.split.accumulation > 1 and choice.split.global_batch == 64
@@ -99,8 +99,8 @@ def test_what_does_not_fit_at_once_is_dealt_out_in_passes():
 
 def test_changes_are_planned_and_their_remedy_fits():
     config = settings(size=(256, 256), batch_size=64, steps=1000)
-    whole = plan_on("RTX 4090", config)
-    small = replace(HARDWARE.find("RTX 4090"), memory_gib=0.6 * whole.peak / 2**30)
+    fitting = plan_on("RTX 4090", config)
+    small = replace(HARDWARE.find("RTX 4090"), memory_gib=0.6 * fitting.peak / 2**30)
     site = site_of(HARDWARE, small)
     traces = Traces(config)
     plan = make_plan(config, DATA, site, HARDWARE, traces=traces)
@@ -108,7 +108,7 @@ def test_changes_are_planned_and_their_remedy_fits():
     changes, remedy = advise(plan, HARDWARE, config, traces)
     names = {change.name: change for change in changes}
     assert {"accumulation", "precision", "lora", "batch"} <= names.keys()
-    assert [change.harm for change in changes] == sorted(change.harm for change in changes)
+    assert [change.impact for change in changes] == sorted(change.impact for change in changes)
     assert all(change.effect and change.effect.memory > 0 for change in changes)
     assert [change.name for change in remedy] == ["accumulation"]  # the least harm there is
     flags = dict(word.removeprefix("--").split("=") for change in remedy for word in change.setting.split())

@@ -23,13 +23,13 @@ CUDA = torch.device("cuda")
 @pytest.fixture
 def gpu(monkeypatch: pytest.MonkeyPatch) -> list[GPU]:
     """The GPU that the machine seems to have; tests may change its memory."""
-    seen = [load_hardware().find("RTX 4090")]
+    gpus = [load_hardware().find("RTX 4090")]
 
     def here(_: Hardware) -> GPU:
-        return seen[0]
+        return gpus[0]
 
     monkeypatch.setattr(preflight, "gpu_here", here)
-    return seen
+    return gpus
 
 
 def run_of(dataset: Path, tiny_act: list[str], *flags: str) -> tuple[TrainConfig, preflight.Dataset]:
@@ -72,9 +72,9 @@ def test_a_run_knows_the_flops_of_its_step(
     before = preflight.Preflight()
     assert before.arithmetic(CUDA) is None
     before.plan = preflight.plan_run(config, training, Processes(), CUDA)
-    found, plan = before.arithmetic(CUDA), before.plan
-    assert found is not None and plan is not None
-    assert found.ceiling == 5e14 and found.flops == plan.pace.step.flops > 0
+    arithmetic, plan = before.arithmetic(CUDA), before.plan
+    assert arithmetic is not None and plan is not None
+    assert arithmetic.ceiling == 5e14 and arithmetic.flops == plan.run_time.step.flops > 0
 
 
 @pytest.mark.gpu
@@ -82,9 +82,9 @@ def test_the_ceiling_of_this_gpu_leaves_nothing_behind() -> None:
     """Neither memory nor other random values; and it is less than the data sheet says."""
     torch.zeros((), device="cuda")
     before, state = torch.cuda.memory_allocated(), torch.cuda.get_rng_state()
-    found = ceiling_of_run(torch.device("cuda", 0), "bf16")
+    arithmetic = ceiling_of_run(torch.device("cuda", 0), "bf16")
     gpu = gpu_here(load_hardware())
-    assert found is not None and gpu is not None and 0 < found < gpu.flops("bf16")
+    assert arithmetic is not None and gpu is not None and 0 < arithmetic < gpu.flops("bf16")
     assert torch.cuda.memory_allocated() == torch.cuda.max_memory_allocated() <= before
     assert torch.equal(torch.cuda.get_rng_state(), state)
 
@@ -103,14 +103,14 @@ def test_auto_keeps_the_global_batch_and_what_is_given(
     dataset: Path, tiny_act: list[str], gpu: list[GPU]
 ) -> None:
     config, training = run_of(dataset, tiny_act, "--auto=true", "--batch_size=512")
-    config, whole = plan_of(config, training)
-    assert whole is not None and (config.batch_size, config.global_batch_size) == (512, 512)
+    config, plan = plan_of(config, training)
+    assert plan is not None and (config.batch_size, config.global_batch_size) == (512, 512)
     assert not config.activation_checkpointing and not config.auto
 
-    gpu[0] = replace(gpu[0], memory_gib=(whole.peak - (4 << 20)) / preflight.ROOM / 2**30)
+    gpu[0] = replace(gpu[0], memory_gib=(plan.peak - (4 << 20)) / preflight.ROOM / 2**30)
     config, training = run_of(dataset, tiny_act, "--auto=true", "--batch_size=512", "--num_workers=3")
     config, smaller = plan_of(config, training)
-    assert smaller is not None and smaller.peak < whole.peak
+    assert smaller is not None and smaller.peak < plan.peak
     assert config.batch_size < 512 and config.global_batch_size == 512 and config.num_workers == 3
     assert smaller.split.batch_size * smaller.split.accumulation == 512
 
@@ -124,9 +124,9 @@ def test_auto_gives_each_rank_its_share_of_the_threads(
     planner = preflight.RunPlanner(config, training, four)
     large = [replace(camera, height=960, width=1280) for camera in planner.data.cameras]
     planner.data = replace(planner.data, cameras=tuple(large))
-    chosen = preflight.choose(config, planner)
-    threads = planner.plan(chosen).pace.first.threads
-    assert threads > 4 and 0 <= 4 * chosen.num_workers - threads < 4
+    config = preflight.choose(config, planner)
+    threads = planner.plan(config).run_time.first.threads
+    assert threads > 4 and 0 <= 4 * config.num_workers - threads < 4
 
 
 def test_nothing_is_planned_without_a_gpu(dataset: Path, tiny_act: list[str]) -> None:

@@ -35,51 +35,59 @@ Make = Callable[..., TrainConfig]
 
 
 @pytest.fixture
-def own(tmp_path: Path) -> Make:
+def make(tmp_path: Path) -> Make:
     (tmp_path / "own.py").write_text(OWN)
     return lambda **more: settings(f"{tmp_path / 'own.py'}:Own", **more)
 
 
-def kept(trace: Trace) -> tuple[int, int, int]:
+def state_bytes(trace: Trace) -> tuple[int, int, int]:
     return trace.nbytes("weights"), trace.nbytes("gradients"), trace.nbytes("optimizer")
 
 
 STEP = 4  # bytes: torch's optimizers count steps for each tensor
 
 
-def test_nothing_special(own: Make):
+def test_nothing_special(make: Make):
     numbers = MATRICES + VECTORS
-    assert kept(trace_step(own(), 2, H200)) == (4 * numbers, 4 * numbers, 8 * numbers + STEP * TENSORS)
+    assert state_bytes(trace_step(make(), 2, H200)) == (
+        4 * numbers,
+        4 * numbers,
+        8 * numbers + STEP * TENSORS,
+    )
 
 
-def test_adapters(own: Make):
+def test_adapters(make: Make):
     lora = LoraConfig(r=2, full_training_modules=["head"])
     first, middle, head = 2 * (6 + 100), 2 * (100 + 100), 600 + 6
     trained = first + middle + head
     weights = MATRICES + VECTORS + first + middle
-    assert kept(trace_step(own(lora=lora), 2, H200)) == (4 * weights, 4 * trained, 8 * trained + STEP * 6)
+    assert state_bytes(trace_step(make(lora=lora), 2, H200)) == (
+        4 * weights,
+        4 * trained,
+        8 * trained + STEP * 6,
+    )
 
 
-def test_weights_in_bfloat16(own: Make):
+def test_weights_in_bfloat16(make: Make):
     weights = 2 * MATRICES + 4 * VECTORS
-    trace = trace_step(own(weights_dtype="bf16", precision="bf16"), 2, H200)
-    assert kept(trace) == (weights, weights, 2 * weights + STEP * TENSORS)
+    trace = trace_step(make(weights_dtype="bf16", precision="bf16"), 2, H200)
+    assert state_bytes(trace) == (weights, weights, 2 * weights + STEP * TENSORS)
     assert trace.nbytes("casts") == 2 * (100 + 100 + 6)  # biases: matrices have the type already
-    average = trace_step(own(weights_dtype="bf16", precision="bf16", ema=EMAConfig(enable=True)), 2, H200)
+    average = trace_step(make(weights_dtype="bf16", precision="bf16", ema=EMAConfig(enable=True)), 2, H200)
     assert average.nbytes("ema") >= 4 * (MATRICES + VECTORS)
 
 
-def test_adapters_on_weights_in_bfloat16(own: Make):
+def test_adapters_on_weights_in_bfloat16(make: Make):
     adapters = 2 * (6 + 100) + 2 * (100 + 100) + 2 * (100 + 6)
-    config = own(weights_dtype="bf16", precision="bf16", lora=LoraConfig(r=2))
+    config = make(weights_dtype="bf16", precision="bf16", lora=LoraConfig(r=2))
     weights = 2 * MATRICES + 4 * VECTORS + 4 * adapters
-    assert kept(trace_step(config, 2, H200)) == (weights, 4 * adapters, 8 * adapters + STEP * 6)
+    assert state_bytes(trace_step(config, 2, H200)) == (weights, 4 * adapters, 8 * adapters + STEP * 6)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bf16"])
-def test_an_optimizer_in_8_bits(own: Make, dtype: str):
+def test_an_optimizer_in_8_bits(make: Make, dtype: str):
     lower = {"weights_dtype": "bf16", "precision": "bf16"} if dtype == "bf16" else {}
-    trace = trace_step(own(optimizer=OptimizerConfig(type="adamw_8bit"), **lower), 2, H200)
+    trace = trace_step(make(optimizer=OptimizerConfig(type="adamw_8bit"), **lower), 2, H200)
     small = MATRICES - 10_000 + VECTORS  # each tensor has fewer than 4096 numbers
     tables, scales = 2 * 4 * 256, 2 * 4 * 40  # 10 000 numbers in blocks of 256
     assert trace.nbytes("optimizer") == 2 * 10_000 + scales + tables + 8 * small
@@ -118,10 +126,10 @@ def test_every_policy(kind: str, way: str):
     assert trace.trained == plain.trained or "lora" in EVERY[way]
 
 
-def test_many_processes_share_what_is_trained(own: Make):
+def test_many_processes_share_what_is_trained(make: Make):
     adapters = 2 * (6 + 100) + 2 * (100 + 100) + 2 * (100 + 6)
     ddp, fsdp = (
-        plan_memory(own(lora=LoraConfig(r=2), parallel=ParallelConfig(strategy=s)), H200, 2, world_size=4)
+        plan_memory(make(lora=LoraConfig(r=2), parallel=ParallelConfig(strategy=s)), H200, 2, world_size=4)
         for s in ("ddp", "fsdp")
     )
     assert ddp.part("gradients") == rounded(4 * adapters)  # one bucket
@@ -129,9 +137,9 @@ def test_many_processes_share_what_is_trained(own: Make):
     assert fsdp.part("gradients") == 2 * rounded(4 * adapters) + rounded(adapters)
 
 
-def test_shards_of_weights_in_bfloat16(own: Make):
+def test_shards_of_weights_in_bfloat16(make: Make):
     """Matrices are gathered as they are stored; a gradient is summed in float32."""
-    config = own(weights_dtype="bf16", precision="bf16", parallel=ParallelConfig(strategy="fsdp"))
+    config = make(weights_dtype="bf16", precision="bf16", parallel=ParallelConfig(strategy="fsdp"))
     fsdp, trained = plan_memory(config, H200, 2, world_size=4), MATRICES + VECTORS
     shard = -(-(2 * MATRICES + 4 * VECTORS) // 4)
     assert fsdp.part("gradients") == rounded(2 * trained) + rounded(4 * trained) + rounded(shard)

@@ -30,7 +30,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from flexor.config.schema import EMAConfig, TrainConfig
 from flexor.kernels import available
 from flexor.plan.trace import rehearsal
-from flexor.plan.trace.ops import NOTHING, is_view, operator_name
+from flexor.plan.trace.ops import NO_KERNEL, is_view, operator_name
 from flexor.plan.trace.rehearsal import Rehearsal
 from flexor.plan.trace.rehearsal import policy_on as planned_policy_on
 from flexor.plan.trace.trace import OperationTracker
@@ -65,16 +65,16 @@ class Recorder(OperationTracker):
     def _summed_in_place(self, left: Any, right: Any) -> bool:
         return False  # the same on both sides: the engine does not, while somebody watches
 
-    def _note(self, function: Any, args: Sequence[Any], outs: list[Tensor]) -> None:
-        super()._note(function, args, outs)
+    def _record(self, function: Any, args: Sequence[Any], outs: list[Tensor]) -> None:
+        super()._record(function, args, outs)
         name, here = operator_name(function), [x for x in outs if x.device.type == self.device]
-        if here and not is_view(function) and name not in NOTHING:
+        if here and not is_view(function) and name not in NO_KERNEL:
             results = tuple((tuple(x.shape), str(x.dtype).removeprefix("torch.")) for x in here)
             self.calls.append((self.phase, name, results))
 
     def live(self) -> int:
-        sizes = {event.storage: event.nbytes for event in self.events if event.what == "born"}
-        return sum(sizes.values()) - sum(sizes[e.storage] for e in self.events if e.what == "dies")
+        sizes = {event.storage: event.nbytes for event in self.events if event.kind == "alloc"}
+        return sum(sizes.values()) - sum(sizes[e.storage] for e in self.events if e.kind == "free")
 
 
 class OnFakeCuda(Recorder):
@@ -210,7 +210,7 @@ def rehearse(config: TrainConfig, recorder: Recorder, device: torch.device) -> d
             backward(loss)
 
         run.state.engine.backward = watched  # type: ignore[method-assign]
-        for number in run.steps_to_see():
+        for number in run.steps_to_trace():
             run.step(number)
     return {"calls": recorder.calls, "kept": recorder.kept}
 

@@ -43,9 +43,9 @@ def config(request, tmp_path):
 
 
 def test_training_steps_read_no_value_on_the_host(config):
-    requests = [request.name for request in trace_step(config, 2, H200).asked]
+    names = [sync_point.name for sync_point in trace_step(config, 2, H200).sync_points]
     once = ["item"] if config.policy.type == "vqbet" else []  # whether its vocabulary is there, as it begins
-    assert requests == once
+    assert names == once
 
 
 def observation(policy: PolicyConfig) -> Batch:
@@ -71,16 +71,16 @@ def predict(policy: Policy, batch: Batch, noise: Noise) -> None:
 def test_predictions_read_no_value_on_the_host(config):
     """So they can be captured in a CUDA graph."""
     dialect = CudaOnMeta(H200.compute_capability)
-    with torch.inference_mode(), dialect.speak():
+    with torch.inference_mode(), dialect.active():
         policy = policy_on(config).eval()
         if isinstance(policy, DenoisingPolicy):
             with torch.device("cpu"):  # its noise levels are values of the host
                 policy.objective = DiffusionSchedule(config.policy)
         noise = Noise(0, 0, torch.empty(2, dtype=torch.int64, device=META))
         batch = rehearsed_processing(config.policy)(observation(config.policy), StepContext(noise=noise))
-        dialect.asked.clear()
+        dialect.sync_points.clear()
         predict(policy, {**batch, MEMORY: {}}, noise)
-    assert [request.name for request in dialect.asked] == []
+    assert [sync_point.name for sync_point in dialect.sync_points] == []
 
 
 @pytest.fixture
@@ -91,7 +91,7 @@ def augmented() -> TrainConfig:
 
 
 def test_augmentation_does_not_ask_for_values_or_bring_them(augmented):
-    assert trace_step(augmented, 2, H200).asked == []
+    assert trace_step(augmented, 2, H200).sync_points == []
 
 
 @pytest.mark.gpu
@@ -103,7 +103,7 @@ def test_torch_sees_no_augmented_step_wait(augmented):
 def test_torch_sees_no_step_wait(config):
     device = torch.device("cuda", 0)
     run = Rehearsal(config, 2, 1, Stopwatch(), device)
-    number = run.steps_to_see()[-1]
+    number = run.steps_to_trace()[-1]
     for _ in range(2):
         run.step(number)  # what is made once
     torch.cuda.set_sync_debug_mode("error")

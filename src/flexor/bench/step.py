@@ -46,7 +46,7 @@ class RepeatedStep:
     def __init__(self, config: TrainConfig, device: torch.device):
         split = split_batch(config, 1)
         self.run = Rehearsal(config, split.batch_size, split.accumulation, Stopwatch(), device)
-        self.run.state.step = self.run.steps_to_see()[-1]
+        self.run.state.step = self.run.steps_to_trace()[-1]
         self.batches = [synthetic(batch) for batch in self.run.load()]
 
     def __call__(self) -> None:

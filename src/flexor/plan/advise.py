@@ -1,15 +1,16 @@
 """Suggest changes if a run does not fit, the least harmful first.
 
-Harm means first of all harm to the training result: a change that computes the same comes first, then one that rounds
+Harm means first of all a different training result: a change that computes the same comes first, then one that rounds
 differently, then one that changes the training. Among equally harmful changes the faster one comes first. The saved
 memory is found by planning again with the change.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from enum import IntEnum
+from itertools import groupby
 
 from flexor.config.for_gpu import settle_for_gpu
 from flexor.config.parse import parse_flags
@@ -26,7 +27,7 @@ from flexor.policies.features import Kind
 WORTH_IT = 0.01  # share of the peak that a change must save to be suggested
 
 
-class Harm(IntEnum):
+class Impact(IntEnum):
     """The cost of a change for a run."""
 
     TIME = 1
@@ -40,20 +41,20 @@ class Harm(IntEnum):
 
 
 KINDS = {
-    "frames": Harm.TIME,
-    "decoder": Harm.TIME,
-    "accumulation": Harm.TIME,
-    "checkpointing": Harm.TIME,
-    "sharding": Harm.HARDWARE,
-    "precision": Harm.ROUNDING,
-    "8-bit optimizer": Harm.ROUNDING,
-    "weights": Harm.ROUNDING,
-    "average": Harm.LEARNING,
-    "lora": Harm.LEARNING,
-    "pictures": Harm.LEARNING,
-    "batch": Harm.LEARNING,
+    "frames": Impact.TIME,
+    "decoder": Impact.TIME,
+    "accumulation": Impact.TIME,
+    "checkpointing": Impact.TIME,
+    "sharding": Impact.HARDWARE,
+    "precision": Impact.ROUNDING,
+    "8-bit optimizer": Impact.ROUNDING,
+    "weights": Impact.ROUNDING,
+    "average": Impact.LEARNING,
+    "lora": Impact.LEARNING,
+    "pictures": Impact.LEARNING,
+    "batch": Impact.LEARNING,
 }
-"""Every kind of change and its harm. Of two with equal harm and cost, the first one is better."""
+"""Every kind of change and its impact. Of two with equal impact and effect, the first one is better."""
 
 
 @dataclass(frozen=True)
@@ -86,7 +87,7 @@ class Change:
         assert self.name in KINDS, self.name
 
     @property
-    def harm(self) -> Harm:
+    def impact(self) -> Impact:
         return KINDS[self.name]
 
 
@@ -96,7 +97,7 @@ def in_order(changes: Iterable[Change]) -> list[Change]:
 
     def key(change: Change) -> tuple[float, ...]:
         effect = change.effect or Effect(0)
-        return change.harm, effect.gpus, effect.time, places.index(change.name), -effect.memory
+        return change.impact, effect.gpus, effect.time, places.index(change.name), -effect.memory
 
     return sorted(changes, key=key)
 
@@ -107,127 +108,79 @@ def remedy(changes: Iterable[Change], fits: Callable[[list[Change]], bool]) -> l
     A single sufficient change is better than several changes of the same harm. Savings overlap and can't be added up,
     so `fits` is called for a combination.
     """
-    ordered = in_order(changes)
-    chosen: list[Change] = []
-    for harm in sorted({change.harm for change in ordered}):
-        as_harmful = [change for change in ordered if change.harm == harm]
-        alone = next((change for change in as_harmful if change.effect and change.effect.fits), None)
+    combined: list[Change] = []
+    settings: set[str] = set()  # of the combined changes
+    for _, changes_of_impact in groupby(in_order(changes), key=lambda change: change.impact):
+        equal = list(changes_of_impact)
+        alone = next((change for change in equal if change.effect and change.effect.fits), None)
         if alone is not None:
             return [alone]
-        for change in as_harmful:
-            if _goes_with(change, chosen):
-                chosen.append(change)
-                if len(chosen) > 1 and fits(chosen):
-                    return chosen
+        for change in equal:
+            names = parse_flags(change.setting.split()).keys()
+            if not names & settings:
+                combined.append(change)
+                settings |= names
+                if len(combined) > 1 and fits(combined):
+                    return combined
     return []
 
 
-def _goes_with(change: Change, chosen: list[Change]) -> bool:
-    """Whether it changes none of the settings that the chosen changes set."""
-    keys = {key for other in chosen for key in parse_flags(other.setting.split())}
-    return not keys & parse_flags(change.setting.split()).keys()
-
-
-def possible_changes(
-    config: TrainConfig, gpu: GPU, gpus: int = 1, at_a_time: int | None = None
-) -> list[Change]:
+def possible_changes(config: TrainConfig, gpu: GPU, gpus: int = 1, fewer: int | None = None) -> list[Change]:
     """Changes that could reduce this run's GPU memory, without a prediction of their effect.
 
-    `at_a_time`: samples per pass instead of batch_size, a divisor of it (default: half of batch_size).
+    `fewer`: samples per pass instead of batch_size, a divisor of it (default: half of batch_size).
     """
-    fewer = at_a_time or (config.batch_size // 2 if config.batch_size % 2 == 0 else 1)
+    fewer = fewer or (config.batch_size // 2 if config.batch_size % 2 == 0 else 1)
     changes = [*_same_result(config, fewer), *_more_gpus(config, gpus), *_other_result(config, gpu, fewer)]
     return in_order(changes)
 
 
-def _same_result(config: TrainConfig, fewer: int) -> list[Change]:
-    changes = []
+def _same_result(config: TrainConfig, fewer: int) -> Iterator[Change]:
     if config.dataset.cache.tier == "gpu":
-        changes.append(
-            Change("frames", "--dataset.cache.tier=ram", "caches frames in host memory instead of GPU memory")
-        )
+        why = "caches frames in host memory instead of GPU memory"
+        yield Change("frames", "--dataset.cache.tier=ram", why)
     if config.dataset.decoder == "nvdec":
-        changes.append(
-            Change(
-                "decoder",
-                "--dataset.decoder=cpu",
-                "decodes on the CPU: the GPU's decoder and its pool use GPU memory",
-            )
-        )
+        why = "decodes on the CPU: the GPU's decoder and its pool use GPU memory"
+        yield Change("decoder", "--dataset.decoder=cpu", why)
     if config.batch_size > 1:
-        changes.append(_accumulate(config, fewer))
+        why = f"{fewer} samples per pass instead of {config.batch_size}, with the same number per optimizer step"
+        passes = (config.gradient_accumulation_steps or 1) * config.batch_size // fewer
+        flags = "" if config.global_batch_size is not None else f" --gradient_accumulation_steps={passes}"
+        yield Change("accumulation", f"--batch_size={fewer}{flags}", why)
     if not config.activation_checkpointing:
-        changes.append(
-            Change(
-                "checkpointing",
-                "--activation_checkpointing=true",
-                "recomputes blocks in the backward pass instead of storing activations",
-            )
+        why = "recomputes blocks in the backward pass instead of storing activations"
+        yield Change("checkpointing", "--activation_checkpointing=true", why)
+
+
+def _more_gpus(config: TrainConfig, gpus: int) -> Iterator[Change]:
+    if config.parallel.strategy not in ("fsdp", "hsdp"):
+        flags, stored = (
+            ("", f"{gpus} GPUs stores a part") if gpus > 1 else ("--gpus=2 ", "two GPUs stores half")
         )
-    return changes
+        yield Change("sharding", f"{flags}--parallel.strategy=fsdp", f"each of {stored} of the model")
 
 
-def _accumulate(config: TrainConfig, fewer: int) -> Change:
-    why = f"{fewer} samples per pass instead of {config.batch_size}, with the same number per optimizer step"
-    if config.global_batch_size is not None:
-        return Change("accumulation", f"--batch_size={fewer}", why)
-    passes = (config.gradient_accumulation_steps or 1) * config.batch_size // fewer
-    return Change("accumulation", f"--batch_size={fewer} --gradient_accumulation_steps={passes}", why)
-
-
-def _more_gpus(config: TrainConfig, gpus: int) -> list[Change]:
-    if config.parallel.strategy in ("fsdp", "hsdp"):
-        return []
-    if gpus > 1:
-        return [
-            Change("sharding", "--parallel.strategy=fsdp", f"each of {gpus} GPUs stores a part of the model")
-        ]
-    return [
-        Change("sharding", "--gpus=2 --parallel.strategy=fsdp", "each of two GPUs stores half of the model")
-    ]
-
-
-def _other_result(config: TrainConfig, gpu: GPU, fewer: int) -> list[Change]:
-    changes = []
+def _other_result(config: TrainConfig, gpu: GPU, fewer: int) -> Iterator[Change]:
     half = next((dtype for dtype in ("bf16", "fp16") if dtype in gpu.tflops), None)
     if config.precision == "no" and half:
-        changes.append(
-            Change(
-                "precision",
-                f"--precision={half}",
-                f"computes matrix products and stores their activations in {half}",
-            )
-        )
+        why = f"computes matrix products and stores their activations in {half}"
+        yield Change("precision", f"--precision={half}", why)
     if config.optimizer.type in (None, "adam", "adamw"):
-        changes.append(
-            Change(
-                "8-bit optimizer",
-                "--optimizer.type=adamw_8bit",
-                "stores Adam's two values per weight in 8 bits",
-            )
-        )
+        why = "stores Adam's two values per weight in 8 bits"
+        yield Change("8-bit optimizer", "--optimizer.type=adamw_8bit", why)
     if config.weights_dtype == "float32" and "bf16" in gpu.tflops:
-        setting = (
-            "--weights_dtype=bf16" if config.precision == "bf16" else "--precision=bf16 --weights_dtype=bf16"
-        )
-        changes.append(
-            Change("weights", setting, "stores weights, gradients and optimizer state in half of the bytes")
-        )
+        flags = "" if config.precision == "bf16" else "--precision=bf16 "
+        why = "stores weights, gradients and optimizer state in half of the bytes"
+        yield Change("weights", f"{flags}--weights_dtype=bf16", why)
     if not config.lora.r and not config.policy.moves_weights:
-        changes.append(Change("lora", "--lora.r=16", "trains small added matrices and freezes the weights"))
+        yield Change("lora", "--lora.r=16", "trains small added matrices and freezes the weights")
     if config.ema.enable:
-        changes.append(
-            Change(
-                "average",
-                "--ema.enable=false",
-                "keeps no moving average, which is a second copy of the weights",
-            )
-        )
+        why = "keeps no moving average, which is a second copy of the weights"
+        yield Change("average", "--ema.enable=false", why)
     if config.dataset.cache.size is None:
-        changes.append(Change("pictures", "--dataset.cache.size=224x224", "trains on smaller images"))
+        yield Change("pictures", "--dataset.cache.size=224x224", "trains on smaller images")
     if config.batch_size > 1:
-        changes.append(Change("batch", f"--batch_size={fewer}", "fewer samples per optimizer step"))
-    return changes
+        yield Change("batch", f"--batch_size={fewer}", "fewer samples per optimizer step")
 
 
 # Effects.
@@ -241,49 +194,40 @@ def advise(
     `config` holds the requested settings, before the plan resolved batch size and steps; `traces` are the plan's.
     """
     config = settle_for_gpu(config, plan.site.gpu.compute_capability)
-    tried = [
-        (change, with_changes(plan, hardware, config, traces, [change]))
-        for change in possible_changes(config, plan.site.gpu, plan.site.world_size, _at_a_time(plan, config))
-    ]
-    changes = in_order(
-        replace(change, effect=_effect(plan, after))
-        for change, after in tried
-        if after is not None and plan.peak - after.peak > WORTH_IT * plan.peak
-    )
+    changes = []
+    for change in possible_changes(config, plan.site.gpu, plan.site.world_size, _smaller_pass(plan, config)):
+        after = with_changes(plan, hardware, config, traces, [change])
+        if after is not None and plan.peak - after.peak > WORTH_IT * plan.peak:
+            changes.append(replace(change, effect=_effect(plan, after)))
+    changes = in_order(changes)
 
-    def fits(chosen: list[Change]) -> bool:
-        if keeps_too_much(plan, hardware, config, traces, chosen):
+    def fits(combined: list[Change]) -> bool:
+        if keeps_too_much(plan, hardware, config, traces, combined):
             return False
-        after = with_changes(plan, hardware, config, traces, chosen)
+        after = with_changes(plan, hardware, config, traces, combined)
         return after is not None and after.fits
 
     return changes, remedy(changes, fits)
 
 
-def _at_a_time(plan: Plan, config: TrainConfig) -> int | None:
+def _smaller_pass(plan: Plan, config: TrainConfig) -> int | None:
     """The largest divisor of the batch size that fits. 10 % stay free: accumulating gradients takes extra memory."""
-    most = int(0.9 * (plan.largest_batch or 0))
-    return max(
-        (n for n in range(1, config.batch_size) if config.batch_size % n == 0 and n <= most), default=None
-    )
+    most = min(int(0.9 * (plan.largest_batch or 0)), config.batch_size - 1)
+    return max((n for n in range(1, most + 1) if config.batch_size % n == 0), default=None)
 
 
 def would_be_captured(plan: Plan) -> bool:
     """Whether `--step=auto` would make an eager run faster, because the host launches operations too slowly."""
-    return plan.pace.step.bound == "host" and plan.config.step == "eager" and plan.capturable
+    return plan.run_time.step.bound == "host" and plan.config.step == "eager" and plan.capturable
 
 
 # Settings that do not change what one pass computes.
 SAME_PASS = {
-    "batch_size",
-    "gradient_accumulation_steps",
-    "parallel.strategy",
-    "dataset.cache.tier",
-    "dataset.decoder",
-    "step",
+    *("batch_size", "gradient_accumulation_steps", "parallel.strategy", "step"),
+    *("dataset.cache.tier", "dataset.decoder"),
 }
-# Settings that do not change what is kept from step to step: weights, the optimizer's state, a moving average.
-SAME_KEPT = SAME_PASS | {"activation_checkpointing"}
+# Settings that do not change what stays from step to step: weights, the optimizer's state, a moving average.
+SAME_STATE = SAME_PASS | {"activation_checkpointing"}
 
 
 def with_changes(
@@ -309,9 +253,8 @@ def keeps_too_much(
     planner = MemoryPlanner(
         changed, site.gpu, world_size=site.world_size, local_world_size=site.gpus, traces=traces
     )
-    passes = (plan.split.batch_size, plan.split.accumulation)
-    trace = traces.at(*passes, site.gpu, world_size=site.world_size)
-    return not names - SAME_KEPT and planner.never_fits(trace)
+    trace = traces.at(plan.split.batch_size, plan.split.accumulation, site.gpu, world_size=site.world_size)
+    return not names - SAME_STATE and planner.never_fits(trace)
 
 
 def _changed(
@@ -349,7 +292,7 @@ def _effect(before: Plan, after: Plan) -> Effect:
     samples = after.split.global_batch / before.split.global_batch
     return Effect(
         before.peak - after.peak,
-        after.pace.step.seconds / before.pace.step.seconds / samples,
+        after.run_time.step.seconds / before.run_time.step.seconds / samples,
         after.site.world_size / before.site.world_size,
         after.fits,
     )

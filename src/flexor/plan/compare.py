@@ -55,23 +55,17 @@ def study(
     traces, speeds = Traces(config), assumed_speeds()
     host = Host(usable_cores(), free_memory(), WORKSTATION.disk, "this machine") if here else None
 
-    def plan_on(gpu: GPU, on: int) -> Plan:
-        site = site_of(hardware, gpu, on, nodes, link=link, price=price, host=host)
+    def plan_on(gpu: GPU, count: int) -> Plan:
+        site = site_of(hardware, gpu, count, nodes, link=link, price=price, host=host)
         return make_plan(
             config, data, site, hardware, traces=traces, speed=speed, rate_hz=rate_hz, executed=executed
         )
 
     def rank(global_batch: int) -> list[Choice]:
-        ranked = Ranking(
-            replace(config, global_batch_size=global_batch),
-            data,
-            hardware,
-            speeds,
-            traces=traces,
-            speed=speed,
-        )
+        job = replace(config, global_batch_size=global_batch)
+        ranking = Ranking(job, data, hardware, speeds, traces=traces, speed=speed)
         compared = hardware.gpus.values() if here or not gpus else gpus
-        return ranked.choices(compared, COUNTS if count is None else (count,))
+        return ranking.choices(compared, COUNTS if count is None else (count,))
 
     if gpus:
         plan = plan_on(gpus[0], count or 1)

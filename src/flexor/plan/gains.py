@@ -27,7 +27,7 @@ LARGER = (2, 4, 8)  # times the batch size
 
 def add_plan(diagnosis: Diagnosis, figures: Figures, folder: Path) -> str | None:
     """Replace the gains of changes that the planner can compute. Returns why it can't, if so."""
-    names = {one.name for one in diagnosis.findings}
+    names = {finding.name for finding in diagnosis.findings}
     steps = figures.on_gpu and names & {LAUNCH, GPU_BOUND, EXCHANGE, MEMORY}
     cached = any(fix.flag == IN_RAM for finding in diagnosis.findings for fix in finding.fixes)
     if not (steps or cached):
@@ -37,9 +37,7 @@ def add_plan(diagnosis: Diagnosis, figures: Figures, folder: Path) -> str | None
     except (FlexorError, OSError) as error:
         return f"the planner can't open the run's dataset, so gains are estimates: {error}"
     for finding in diagnosis.findings:
-        finding.fixes = [
-            one for one in finding.fixes if one.flag != IN_RAM or _in_memory(config, data, figures)
-        ]
+        finding.fixes = [f for f in finding.fixes if f.flag != IN_RAM or _in_memory(config, data, figures)]
     if not steps:
         return None
     hardware = load_hardware()
@@ -59,18 +57,12 @@ def add_plan(diagnosis: Diagnosis, figures: Figures, folder: Path) -> str | None
 def _in_memory(config: TrainConfig, data: Data, figures: Figures) -> bool:
     """Whether the host's memory suffices for all frames, besides everything else that the run needs."""
     total = figures.get("system.ram_limit_gb") or figures.get("system.ram_total_gb")
-    used, own = figures.of("system.ram_used_gb"), figures.of("system.ram_own_gb")
-    split = split_batch(config, figures.processes)
-    loading = Loading(
-        split.batch_size,
-        split.accumulation,
-        ranks=figures.processes,
-        workers=config.num_workers,
-        tier="ram",
-        gpu=figures.on_gpu,
-    )
+    others_gb = max(figures.of("system.ram_used_gb") - figures.of("system.ram_own_gb"), 0.0)
+    ranks, split = figures.processes, split_batch(config, figures.processes)
+    passes = (split.batch_size, split.accumulation)
+    loading = Loading(*passes, ranks, workers=config.num_workers, tier="ram", gpu=figures.on_gpu)
     need = host_memory(data, loading, config.dataset.cache).total / 1e9
-    return total is None or need < total - max(used - own, 0.0)
+    return total is None or need < total - others_gb
 
 
 @dataclass
@@ -105,49 +97,44 @@ class GainPlanner:
         for times in LARGER:
             size = times * split.batch_size
             changed = replace(config, batch_size=size, global_batch_size=times * split.global_batch)
-            gain = self.gain(changed, same_pass=True)
-            if gain is None or gain < WORTH * (best.speedup if best and best.speedup else 1.0):
-                break
             why = "trains on more samples per second; it changes the training"
-            best = Fix(why, f"--batch_size={size}", gain, planned=True)
+            least = WORTH * (best.speedup if best and best.speedup else 1.0)
+            fix = _fix(why, f"--batch_size={size}", self.gain(changed, same_pass=True), least)
+            if fix is None:
+                break
+            best = fix
         return best
 
     def graph(self) -> Fix | None:
         if self.config.step != "eager" or not self.now.capturable:
             return None
         gain = self.gain(replace(self.config, step="auto"), same_pass=True)
-        if gain is None or gain < WORTH:
-            return None
-        return Fix("launches a step as one CUDA graph", "--step=auto", gain, planned=True)
+        return _fix("launches a step as one CUDA graph", "--step=auto", gain)
 
     def precision(self) -> Fix | None:
         if self.now.config.precision != "no" or "bf16" not in self.gpu.tflops:
             return None
-        gain = self.gain(replace(self.config, precision="bf16"))
-        if gain is None or gain < WORTH:
-            return None
         why = "computes matrix products in bf16; it rounds differently"
-        return Fix(why, "--precision=bf16", gain, planned=True)
+        return _fix(why, "--precision=bf16", self.gain(replace(self.config, precision="bf16")))
 
     def smaller_passes(self) -> Fix | None:
         config, size = self.now.config, self.now.split.batch_size
         if size % 2:
             return None
+        total = self.now.split.global_batch
         changed = replace(
-            config,
-            batch_size=size // 2,
-            gradient_accumulation_steps=None,
-            global_batch_size=self.now.split.global_batch,
+            config, batch_size=size // 2, gradient_accumulation_steps=None, global_batch_size=total
         )
         gain = self.gain(changed, same_pass=True)
-        if gain is None:
-            return None
-        why = "computes the same step in smaller passes"
-        return Fix(why, f"--batch_size={size // 2}", gain, planned=True)
+        return _fix("computes the same step in smaller passes", f"--batch_size={size // 2}", gain, least=0.0)
+
+
+def _fix(why: str, flag: str, gain: float | None, least: float = WORTH) -> Fix | None:
+    return None if gain is None or gain < least else Fix(why, flag, gain, planned=True)
 
 
 def _rate(plan: Plan) -> float:
-    return plan.split.global_batch / plan.pace.step.seconds
+    return plan.split.global_batch / plan.run_time.step.seconds
 
 
 def _replace(finding: Finding, planner: GainPlanner) -> None:
@@ -158,9 +145,9 @@ def _replace(finding: Finding, planner: GainPlanner) -> None:
         EXCHANGE: (planner.larger_batch,),
         MEMORY: (planner.smaller_passes,),
     }.get(finding.name, ())
-    estimated = [one for one in finding.fixes if (one.flag or "").startswith(PLANNED)]
+    estimated = [fix for fix in finding.fixes if (fix.flag or "").startswith(PLANNED)]
     if not kinds or (finding.name == MEMORY and not estimated):  # or it is about the host's memory
         return
-    planned = [found for make in kinds if (found := make()) is not None]
-    others = [one for one in finding.fixes if one not in estimated]
-    finding.fixes = sorted(planned, key=lambda one: -(one.speedup or 0.0)) + others
+    planned = [fix for make in kinds if (fix := make()) is not None]
+    rest = [fix for fix in finding.fixes if fix not in estimated]
+    finding.fixes = sorted(planned, key=lambda fix: -(fix.speedup or 0.0)) + rest

@@ -10,16 +10,16 @@ from flexor.core.errors import ConfigError
 from flexor.core.machine import pinned_bytes
 from flexor.plan.data.disk import CheckpointCounts, Disk, checkpoint_bytes, checkpoints_kept, disk_needed
 from flexor.plan.data.host import (
+    ConcurrentRuns,
     Data,
     DataSupply,
     HostMemory,
-    HostResources,
     Loading,
-    RunsAtOnce,
+    Resources,
     Speed,
     choose_tier,
+    concurrent_runs,
     expected_speed,
-    experiments_at_once,
     gpu_cache_bytes,
     host_memory,
     loading_seconds,
@@ -31,7 +31,7 @@ from flexor.plan.site.hardware import GPU, Flavor, Hardware
 from flexor.plan.site.network import Exchange, exchange
 from flexor.plan.speed.speeds import Speeds
 from flexor.plan.speed.time import StepTime, step_time
-from flexor.plan.trace.events import Category, Trace
+from flexor.plan.trace.events import Category, Trace, unfreed
 from flexor.plan.trace.traces import Traces
 from flexor.policies.base import PolicyConfig
 from flexor.policies.features import Kind
@@ -91,11 +91,10 @@ def site_of(
 ) -> Site:
     """The cheapest machine with this number of GPUs; if there is none, several machines with one GPU."""
     site = Site(gpu, gpus, nodes, link)
-    offers, machines = hardware.offers(gpu, gpus), nodes
-    if not offers:
-        offers, machines = hardware.offers(gpu, 1), nodes * gpus
-    if offers:
-        site = rented(site, offers[0], machines)
+    if offers := hardware.offers(gpu, gpus):
+        site = rented(site, offers[0], nodes)
+    elif offers := hardware.offers(gpu, 1):
+        site = rented(site, offers[0], nodes * gpus)
     if host is not None:
         site = replace(site, host=host)
     if price is not None:
@@ -105,29 +104,19 @@ def site_of(
 
 def rented(site: Site, offer: Flavor, machines: int = 1) -> Site:
     """The same GPUs on machines of a cloud: with their host and price."""
-    each = machines // site.nodes
-    host = Host(
-        offer.cores * each,
-        round(offer.ram_gb * each * 1e9),
-        round((offer.disk_gb or 1000) * 1e9),
-        f"{offer.cloud}/{offer.name}",
-    )
-    return replace(
-        site,
-        host=host,
-        usd_per_hour=offer.usd_per_hour * machines,
-        billed_by_s=offer.billed_by_s,
-        price_source=f"{f'{machines} x ' if machines > 1 else ''}{offer.cloud}/{offer.name}, {offer.as_of}",
-    )
+    each, name = machines // site.nodes, f"{offer.cloud}/{offer.name}"
+    disk = round((offer.disk_gb or 1000) * 1e9)
+    host = Host(offer.cores * each, round(offer.ram_gb * each * 1e9), disk, name)
+    source = f"{f'{machines} x ' if machines > 1 else ''}{name}, {offer.as_of}"
+    price = offer.usd_per_hour * machines
+    return replace(site, host=host, usd_per_hour=price, billed_by_s=offer.billed_by_s, price_source=source)
 
 
 @dataclass(frozen=True)
-class Pace:
+class RunTime:
     """The speed of a run, including data loading."""
 
     step: StepTime
-    tier: str
-    """Where decoded frames are cached."""
     first: DataSupply
     """Data loading in the first epoch, on one node."""
     later: DataSupply
@@ -151,9 +140,9 @@ class Money:
     energy: money.Energy
     """On your own machine."""
     rent: float | None
-    own: money.Purchased | None
+    purchase: money.Purchased | None
     """The price of the machine, if it can be bought."""
-    against: money.BuyOrRent | None
+    break_even: money.BreakEven | None
 
 
 @dataclass(frozen=True)
@@ -171,16 +160,16 @@ class Plan:
     fits: bool
     largest_batch: int | None
     """Samples per pass; None if it was not searched."""
-    pace: Pace
+    run_time: RunTime
     loading: Loading
     host_memory: HostMemory
     disk: Disk
-    kept: CheckpointCounts
+    checkpoints: CheckpointCounts
     checkpoint: int
     """Bytes of one checkpoint."""
     robot: Exchange
     rate_hz: float
-    together: RunsAtOnce | None
+    concurrent: ConcurrentRuns | None
     """Several experiments at once on one GPU; None if a run uses several GPUs."""
     money: Money
     parameters: int
@@ -197,7 +186,7 @@ class Plan:
 
     @property
     def samples_per_s(self) -> float:
-        return self.config.steps * self.split.global_batch / self.pace.seconds
+        return self.config.steps * self.split.global_batch / self.run_time.seconds
 
     @property
     def epochs(self) -> float:
@@ -205,7 +194,7 @@ class Plan:
 
     @property
     def data_bound(self) -> bool:
-        return self.pace.later.bound
+        return self.run_time.later.bound
 
 
 def make_plan(
@@ -227,30 +216,23 @@ def make_plan(
     second, and how many actions of a chunk it executes. Without `search`, the largest batch size is not computed.
     """
     config, split = settled(config, site, data)
+    cache, keep = config.dataset.cache, config.checkpoint
     robot = _robot(config.policy, rate_hz, executed)
     planner = MemoryPlanner(
         config, site.gpu, world_size=site.world_size, local_world_size=site.gpus, traces=traces
     )
     trace = planner.trace(split.batch_size, split.accumulation)
-    memory = planner.plan(trace)
-    step = step_time(
-        trace, site.gpu, config=config, share=memory.share, speeds=speeds, link=site.slowest_link
-    )
     loading = loading_on(site, config, data, split)
-    pace = pace_of(step, config, data, site, split, loading, speed)
-    frames = gpu_cache_bytes(data, loading, config.dataset.cache)
-    fits = memory.total + frames <= usable(site.gpu) or (
-        not frames and planner.fits(split.batch_size, split.accumulation)
+    frames = gpu_cache_bytes(data, loading, cache)
+    memory, fits = _memory(planner, trace, frames)
+    parallelism = memory.parallelism
+    step = step_time(
+        trace, site.gpu, config=config, parallelism=parallelism, speeds=speeds, link=site.slowest_link
     )
-    if fits:
-        memory = memory.within(usable(site.gpu) - frames)
-    sharded = memory.share.parts > 1
-    saved = _checkpoint(trace, config, sharded) if config.save_checkpoint else 0
-    kept = checkpoints_kept(
-        config.steps, config.save_freq, config.checkpoint.keep_last, config.checkpoint.keep_every
-    )
-    beside = _copied(trace, config, memory.share.parts) * (site.gpus if sharded else 1) if saved else 0
-    on_host = host_memory(data, loading, config.dataset.cache, beside)
+    run_time = predict_run_time(step, config, data, site, split, loading, speed)
+    checkpoint = _checkpoint(trace, config, parallelism.shards > 1)
+    checkpoints = checkpoints_kept(config.steps, config.save_freq, keep.keep_last, keep.keep_every)
+    host = host_memory(data, loading, cache, _host_copy(trace, config, parallelism.shards, site.gpus))
     return Plan(
         config=config,
         data=data,
@@ -260,16 +242,16 @@ def make_plan(
         frames_on_gpu=frames,
         fits=fits,
         largest_batch=planner.largest_batch(split.accumulation, like=trace) if search else None,
-        pace=pace,
+        run_time=run_time,
         loading=loading,
-        host_memory=on_host,
-        disk=disk_needed(data, loading, config.dataset.cache, saved, kept),
-        kept=kept,
-        checkpoint=saved,
+        host_memory=host,
+        disk=disk_needed(data, loading, cache, checkpoint, checkpoints),
+        checkpoints=checkpoints,
+        checkpoint=checkpoint,
         robot=robot,
         rate_hz=rate_hz,
-        together=_together(site, memory, on_host, pace, config) if site.world_size == 1 else None,
-        money=costs(site, pace.hours, pace.busy, hardware),
+        concurrent=_concurrent_runs(site, memory, host, run_time, config) if site.world_size == 1 else None,
+        money=costs(site, run_time.hours, run_time.busy, hardware),
         parameters=trace.parameters,
         trained=trace.trained,
         capturable=is_captured(replace(config, step="auto"), site.gpu, trace, site.world_size),
@@ -277,7 +259,16 @@ def make_plan(
     )
 
 
+def _memory(planner: MemoryPlanner, trace: Trace, frames: int) -> tuple[MemoryPlan, bool]:
+    """The memory of a run beside the cached frames on its GPU, and whether it fits."""
+    memory, room = planner.plan(trace), usable(planner.gpu) - frames
+    fits = memory.total <= room or (not frames and planner.fits(trace.batch_size, trace.accumulation))
+    return (memory.within(room) if fits else memory), fits
+
+
 def _checkpoint(trace: Trace, config: TrainConfig, sharded: bool) -> int:
+    if not config.save_checkpoint:
+        return 0
     return checkpoint_bytes(
         trace.saved,
         sum(_sizes(trace, "optimizer")),
@@ -287,22 +278,19 @@ def _checkpoint(trace: Trace, config: TrainConfig, sharded: bool) -> int:
     )
 
 
-def _copied(trace: Trace, config: TrainConfig, parts: int) -> int:
-    """Bytes of host memory from which one process saves in the background: see `checkpoint.saver.HostCopy`."""
-    if not config.checkpoint.asynchronous:
+def _host_copy(trace: Trace, config: TrainConfig, shards: int, gpus: int) -> int:
+    """Bytes of a node's memory from which its processes save in the background: see `checkpoint.saver.HostCopy`."""
+    if not (config.save_checkpoint and config.checkpoint.asynchronous):
         return 0
     weights = _sizes(trace, "weights") * (2 if config.ema.enable else 1)
-    return sum(pinned_bytes(-(-size // parts)) for size in weights + _sizes(trace, "optimizer"))
+    copy = sum(pinned_bytes(-(-size // shards)) for size in weights + _sizes(trace, "optimizer"))
+    return copy * (gpus if shards > 1 else 1)
 
 
 def _sizes(trace: Trace, category: Category) -> list[int]:
     """Bytes of each tensor of a category that is never freed."""
-    dead = {event.storage for event in trace.events if event.what == "dies"}
-    return [
-        event.nbytes
-        for event in trace.events
-        if event.what == "born" and event.storage not in dead and trace.category[event.storage] == category
-    ]
+    sizes = {event.storage: event.nbytes for event in trace.events if event.kind == "alloc"}
+    return [sizes[storage] for storage in unfreed(trace.events) if trace.category[storage] == category]
 
 
 def settled(config: TrainConfig, site: Site, data: Data) -> tuple[TrainConfig, Split]:
@@ -313,8 +301,7 @@ def settled(config: TrainConfig, site: Site, data: Data) -> tuple[TrainConfig, S
 
 
 def loading_on(site: Site, config: TrainConfig, data: Data, split: Split) -> Loading:
-    cache = config.dataset.cache
-    tier = choose_tier(data, cache, site.host.memory, site.host.disk, rgb=False)
+    tier = choose_tier(data, config.dataset.cache, site.host.memory, site.host.disk, rgb=False)
     return Loading(
         batch_size=split.batch_size,
         accumulation=split.accumulation,
@@ -326,7 +313,7 @@ def loading_on(site: Site, config: TrainConfig, data: Data, split: Split) -> Loa
     )
 
 
-def pace_of(
+def predict_run_time(
     step: StepTime,
     config: TrainConfig,
     data: Data,
@@ -334,15 +321,15 @@ def pace_of(
     split: Split,
     loading: Loading,
     speed: Speed | None = None,
-) -> Pace:
+) -> RunTime:
     """The time of the steps, including waiting for data."""
-    wanted = split.global_batch / site.nodes / step.seconds
+    demand = split.global_batch / site.nodes / step.seconds
     speed = speed or expected_speed(data)
-    first = supply(data, speed, loading, wanted, site.host.cores)
-    later = supply(data, speed, loading, wanted, site.host.cores, kept=loading.tier != "stream")
+    first = supply(data, speed, loading, demand, site.host.cores)
+    later = supply(data, speed, loading, demand, site.host.cores, cached=loading.tier != "stream")
     samples = config.steps * split.global_batch / site.nodes
     seconds = loading_seconds(samples, -(-data.frames // site.nodes), first, later)
-    return Pace(step, loading.tier, first, later, seconds)
+    return RunTime(step, first, later, seconds)
 
 
 def _robot(policy: PolicyConfig, rate_hz: float, executed: int | None) -> Exchange:
@@ -361,24 +348,22 @@ def _robot(policy: PolicyConfig, rate_hz: float, executed: int | None) -> Exchan
     )
 
 
-def _together(
-    site: Site, memory: MemoryPlan, on_host: HostMemory, pace: Pace, config: TrainConfig
-) -> RunsAtOnce:
-    machine = HostResources(usable(site.gpu), site.host.memory, site.host.cores)
-    one = HostResources(memory.total, on_host.total, 1 + min(config.num_workers, pace.later.threads))
-    return experiments_at_once(machine, one, max(0.01, pace.busy))
+def _concurrent_runs(
+    site: Site, memory: MemoryPlan, host: HostMemory, run_time: RunTime, config: TrainConfig
+) -> ConcurrentRuns:
+    machine = Resources(usable(site.gpu), site.host.memory, site.host.cores)
+    run = Resources(memory.total, host.total, 1 + min(config.num_workers, run_time.later.threads))
+    return concurrent_runs(machine, run, max(0.01, run_time.busy))
 
 
 def costs(site: Site, hours: float, busy: float, hardware: Hardware) -> Money:
     """Energy on your own machine, the rent, and the price of such a machine."""
-    gpu, count = site.gpu, site.world_size
-    used = money.energy(gpu, count, hours, hardware.prices, busy=busy)
-    rent = None
-    if site.usd_per_hour is not None:
-        rent = money.rent_of(site.usd_per_hour, hours, site.billed_by_s)
-    bought = hardware.purchases.get(gpu.name)
-    own = money.buy(gpu, count, bought, hardware.prices, busy=busy) if bought else None
-    against = None
-    if own and site.usd_per_hour is not None:
-        against = money.buy_or_rent(own, site.usd_per_hour, HOURS_PER_MONTH, hardware.prices)
-    return Money(used, rent, own, against)
+    gpu, count, prices = site.gpu, site.world_size, hardware.prices
+    energy = money.energy(gpu, count, hours, prices, busy=busy)
+    price = hardware.purchases.get(gpu.name)
+    purchase = money.buy(gpu, count, price, prices, busy=busy) if price else None
+    if site.usd_per_hour is None:
+        return Money(energy, None, purchase, None)
+    rent = money.rent(site.usd_per_hour, hours, site.billed_by_s)
+    break_even = money.break_even(purchase, site.usd_per_hour, HOURS_PER_MONTH, prices) if purchase else None
+    return Money(energy, rent, purchase, break_even)

@@ -63,7 +63,7 @@ class Preflight:
     def arithmetic(self, device: torch.device) -> Arithmetic | None:
         if self.plan is None:
             return None
-        return Arithmetic(self.plan.pace.step.flops, ceiling_of_run(device, self.plan.config.precision))
+        return Arithmetic(self.plan.run_time.step.flops, ceiling_of_run(device, self.plan.config.precision))
 
     def planned(self) -> dict[str, float]:
         return {} if self.plan is None else planned_figures(self.plan)
@@ -110,7 +110,7 @@ def _planned(config: TrainConfig, training: Dataset, processes: Processes) -> Pl
 
 
 def announce(plan: Plan) -> None:
-    step = plan.pace.step
+    step = plan.run_time.step
     log.info(
         "planned: peak memory %s of the %s's %s, %.0f ms per step (+-%.0f %%), bottleneck: %s, %.1f h in total",
         gigabytes(plan.peak),
@@ -119,7 +119,7 @@ def announce(plan: Plan) -> None:
         1e3 * step.seconds,
         100 * step.spread,
         "data" if plan.data_bound else step.bound,
-        plan.pace.hours,
+        plan.run_time.hours,
     )
     if not plan.fits:
         log.warning(
@@ -130,9 +130,9 @@ def announce(plan: Plan) -> None:
         log.warning(
             "According to the plan, data loading is the bottleneck: it delivers %.0f samples/s, and the training could "
             "use %.0f. That requires %d loading threads in total (--num_workers is per GPU); this host has %d cores.",
-            plan.pace.later.loaded,
-            plan.pace.later.wanted,
-            plan.pace.later.threads,
+            plan.run_time.later.loaded,
+            plan.run_time.later.demand,
+            plan.run_time.later.threads,
             plan.site.host.cores,
         )
 
@@ -141,8 +141,8 @@ def planned_figures(plan: Plan) -> dict[str, float]:
     """What a run's record says before anything is measured."""
     return {
         "planned_allocated_bytes": plan.memory.allocated + plan.frames_on_gpu,
-        "planned_step_s": plan.pace.step.seconds,
-        "planned_run_s": 3600 * plan.pace.hours,
+        "planned_step_s": plan.run_time.step.seconds,
+        "planned_run_s": 3600 * plan.run_time.hours,
     }
 
 
@@ -157,7 +157,7 @@ def compare(plan: Plan, metrics: dict[str, Any], device: torch.device) -> dict[s
     if rate:
         actual = plan.split.global_batch / rate * (1 - metrics.get("data_wait", 0.0))
         figures["step_s"] = actual
-        text += f"; step time: {1e3 * plan.pace.step.seconds:.0f} ms planned{bound}, {1e3 * actual:.0f} ms measured"
+        text += f"; step time: {1e3 * plan.run_time.step.seconds:.0f} ms planned{bound}, {1e3 * actual:.0f} ms measured"
     log.info("%s", text)
     return figures
 
@@ -181,9 +181,11 @@ def choose(config: TrainConfig, planner: RunPlanner) -> TrainConfig:
         plan = planner.plan(config)
         gpus = planner.site.gpus
         cores = max(1, planner.site.host.cores // gpus - 1)
-        each = -(-plan.pace.first.threads // gpus)  # the plan counts the threads of all ranks
+        each = -(-plan.run_time.first.threads // gpus)  # the plan counts the threads of all ranks
         config = replace(config, num_workers=max(1, min(each, cores)))
-        log.info("auto: num_workers=%d, to load %.0f samples/s", config.num_workers, plan.pace.first.wanted)
+        log.info(
+            "auto: num_workers=%d, to load %.0f samples/s", config.num_workers, plan.run_time.first.demand
+        )
     return config
 
 

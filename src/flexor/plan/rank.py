@@ -12,8 +12,8 @@ from functools import cached_property
 
 from flexor.config.schema import TrainConfig
 from flexor.plan.data.host import Data, Speed
-from flexor.plan.memory.memory import MemoryPlan, MemoryPlanner, Share, context_of, usable
-from flexor.plan.plan import Site, costs, loading_on, pace_of, settled, site_of
+from flexor.plan.memory.memory import MemoryPlan, MemoryPlanner, Parallelism, context_of, usable
+from flexor.plan.plan import Site, costs, loading_on, predict_run_time, settled, site_of
 from flexor.plan.site.hardware import GPU, Hardware
 from flexor.plan.speed.speeds import Speeds, load
 from flexor.plan.speed.time import step_time
@@ -23,7 +23,7 @@ from flexor.train.ranks.split import Split
 
 COUNTS = (1, 2, 4, 8)
 PROMISING = 8  # GPUs for which several of them are planned too
-ALIKE = 1.02  # ratio of run times that count as equal
+EQUAL = 1.02  # ratio of run times that count as equal
 
 
 @dataclass(frozen=True)
@@ -75,7 +75,7 @@ class Ranking:
         self.config, self.data, self.hardware = config, data, hardware
         self.speeds, self.speed, self.calibrated = speeds, speed, calibrated
         self.traces = traces or Traces(config)
-        self._plans: dict[tuple[int | None, tuple[str, bool | None], int, int, Share], MemoryPlan] = {}
+        self._plans: dict[tuple[int | None, tuple[str, bool | None], int, int, Parallelism], MemoryPlan] = {}
 
     def choices(self, gpus: Iterable[GPU], counts: Sequence[int] = COUNTS) -> list[Choice]:
         """All choices: the cheapest first, then those without a price, the fastest first; those that do not fit last.
@@ -83,11 +83,9 @@ class Ranking:
         Several GPUs of a type are planned only if one of it is among the cheapest or the fastest.
         """
         single = sorted((self.choice(gpu, counts[0]) for gpu in gpus), key=_by_cost)
-        quick = sorted(single, key=lambda choice: (not choice.fits, choice.hours))
-        good = {choice.gpu.name: choice.gpu for choice in (*single[:PROMISING], *quick[:PROMISING])}
-        several = [
-            self.choice(gpu, count) for gpu in good.values() if not gpu.unified for count in counts[1:]
-        ]
+        fast = sorted(single, key=lambda choice: (not choice.fits, choice.hours))
+        best = {choice.gpu.name: choice.gpu for choice in (*single[:PROMISING], *fast[:PROMISING])}
+        several = [self.choice(gpu, n) for gpu in best.values() if not gpu.unified for n in counts[1:]]
         return sorted([*single, *several], key=_by_cost)
 
     def choice(self, gpu: GPU, count: int) -> Choice:
@@ -119,24 +117,22 @@ class Ranking:
     def _splits(self, count: int) -> Iterator[Split]:
         """Ways to split the global batch, the largest passes first."""
         assert self.config.global_batch_size
-        share, left = divmod(self.config.global_batch_size, count)
-        if left:
+        per_gpu, remainder = divmod(self.config.global_batch_size, count)
+        if remainder:
             return
-        most = min(share, self.config.batch_size)
-        for passes in range(1, share + 1):
-            if share % passes == 0 and share // passes <= most:
-                yield Split(share // passes, passes, count)
+        for passes in range(1, per_gpu + 1):
+            if per_gpu % passes == 0 and per_gpu // passes <= self.config.batch_size:
+                yield Split(per_gpu // passes, passes, count)
 
     def _planner(self, site: Site) -> MemoryPlanner:
         return MemoryPlanner(self.config, site.gpu, world_size=site.world_size, traces=self.traces)
 
     def _memory(self, trace: Trace, site: Site) -> MemoryPlan:
         planner = self._planner(site)
-        share = planner.share(trace)
-        capability = site.gpu.compute_capability
-        context = context_of(site.gpu, site.world_size)
+        no_cuda = site.gpu.compute_capability is None
+        context = None if no_cuda else context_of(site.gpu, site.world_size)
         settled = (planner.config.precision, planner.config.channels_last)
-        key = (None if capability is None else context, settled, trace.batch_size, trace.accumulation, share)
+        key = (context, settled, trace.batch_size, trace.accumulation, planner.parallelism(trace))
         if key not in self._plans:
             self._plans[key] = planner.plan(trace)
         return self._plans[key]
@@ -150,36 +146,31 @@ class Ranking:
 
     def _described(self, trace: Trace, memory: MemoryPlan, split: Split, site: Site) -> Choice:
         speeds = (load(site.gpu) if self.calibrated else None) or self.speeds
-        config = replace(
-            self.config, batch_size=split.batch_size, gradient_accumulation_steps=split.accumulation
-        )
+        size, passes = split.batch_size, split.accumulation
+        config = replace(self.config, batch_size=size, gradient_accumulation_steps=passes)
         config, _ = settled(config, site, self.data)
-        step = step_time(trace, site.gpu, config=config, share=memory.share, speeds=speeds)
+        step = step_time(trace, site.gpu, config=config, parallelism=memory.parallelism, speeds=speeds)
         loading = loading_on(site, config, self.data, split)
-        pace = pace_of(step, config, self.data, site, split, loading, self.speed)
-        paid = costs(site, pace.hours, pace.busy, self.hardware)
+        run_time = predict_run_time(step, config, self.data, site, split, loading, self.speed)
+        money = costs(site, run_time.hours, run_time.busy, self.hardware)
         return Choice(
             gpu=site.gpu,
             gpus=site.gpus,
             split=split,
             peak_of=lambda: memory.total,
-            step_s=step.seconds * pace.later.stretch,
-            hours=pace.hours,
-            usd=paid.rent,
+            step_s=step.seconds * run_time.later.stretch,
+            hours=run_time.hours,
+            usd=money.rent,
             usd_per_hour=site.usd_per_hour,
-            energy_usd=paid.energy.usd,
+            energy_usd=money.energy.usd,
             spread=step.spread,
-            bound="data" if pace.later.bound else step.bound,
+            bound="data" if run_time.later.bound else step.bound,
         )
 
 
 def _by_cost(choice: Choice) -> tuple[bool, bool, float, float]:
-    return (
-        not choice.fits,
-        choice.usd is None,
-        choice.usd if choice.usd is not None else choice.hours,
-        choice.hours,
-    )
+    cost = choice.hours if choice.usd is None else choice.usd
+    return not choice.fits, choice.usd is None, cost, choice.hours
 
 
 def cheapest(choices: Iterable[Choice]) -> Choice | None:
@@ -191,4 +182,4 @@ def fastest(choices: Iterable[Choice]) -> Choice | None:
     """The cheapest of the fastest choices: where the host is the bottleneck, many are equally fast."""
     fitting = [choice for choice in choices if choice.fits]
     least = min((choice.hours for choice in fitting), default=0.0)
-    return min((c for c in fitting if c.hours <= ALIKE * least), key=_by_cost, default=None)
+    return min((c for c in fitting if c.hours <= EQUAL * least), key=_by_cost, default=None)

@@ -50,7 +50,7 @@ def flags_of(body: dict[str, Any]) -> dict[str, str]:
 def plan_on(flavor: str, *flags: str) -> Plan:
     """By hand, of the settings as they are."""
     hardware = load_hardware()
-    offer = hardware.flavor(f"hf-jobs/{flavor}")
+    (offer,) = (offer for offer in hardware.flavors if (offer.cloud, offer.name) == ("hf-jobs", flavor))
     config, data = open_for_plan(load_config([PENS, *flags]))
     site = rented(Site(hardware.gpus[offer.gpu], offer.gpus), offer)
     return make_plan(config, data, site, hardware, speeds=assumed(), search=False)
@@ -73,10 +73,10 @@ def test_the_cheapest_by_the_prices_of_the_hub(hub, pens, tiny_act, log_lines):
     body = submitted(hub, "--", PENS, *tiny_act, "--steps=50000")
     assert body["flavor"] == "l4x1"
     plan = plan_on("l4x1", *tiny_act, "--steps=50000")
-    minutes = -(-plan.pace.seconds // 60)
+    minutes = -(-plan.run_time.seconds // 60)
     (line,) = [line for line in log_lines if line.startswith("flavor l4x1: ")]
     assert f"{plan.peak / 1e9:.2f} GB of {plan.site.gpu.memory / 1e9:.2f} GB" in line
-    assert f"{plan.pace.hours:.1f} h (give or take 25 %), {0.01 * minutes:.2f} $" in line
+    assert f"{plan.run_time.hours:.1f} h (give or take 25 %), {0.01 * minutes:.2f} $" in line
     assert not {"batch_size", "global_batch_size"} & flags_of(body).keys()  # as it was asked for
     hub.usd_per_minute |= {"l4x1": 0.5, "a10g-largex4": 0.01}
     assert submitted(hub, "--", PENS, *tiny_act, "--steps=50000")["flavor"] == "a10g-largex4"
@@ -161,15 +161,15 @@ def test_an_hour_at_least(hub, pens, tiny_act):
 
 def test_the_time_has_room_for_what_is_not_certain(pens, tiny_act, hub):
     plan = plan_on("l4x1", *tiny_act)
-    step = replace(plan.pace.step, spread=0.25)
-    ten_hours = replace(plan, pace=replace(plan.pace, seconds=36_000.0, step=step))
+    step = replace(plan.run_time.step, spread=0.25)
+    ten_hours = replace(plan, run_time=replace(plan.run_time, seconds=36_000.0, step=step))
     assert timeout_of(ten_hours) == 15 * 3600  # 30 min + 10 h x 1.35 + 10 min, rounded up
 
 
 def test_the_time_on_a_flavor_that_is_named(hub, pens, tiny_act, log_lines):
     body = submitted(hub, "--flavor=a10g-largex4", "--", PENS, *tiny_act, "--steps=3000000")
     plan = plan_on("a10g-largex4", *tiny_act, "--steps=3000000")
-    assert body["timeoutSeconds"] == timeout_of(plan) > 2 * plan.pace.seconds * 0.75
+    assert body["timeoutSeconds"] == timeout_of(plan) > 2 * plan.run_time.seconds * 0.75
     assert "batch_size" not in flags_of(body)
     assert any(line.startswith("flavor a10g-largex4: ") and "cheapest" not in line for line in log_lines)
 

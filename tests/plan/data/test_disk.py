@@ -84,14 +84,14 @@ def test_kept_is_what_saving_and_removing_leaves(
     steps: int, freq: int, last: int | None, every: int | None
 ) -> None:
     saved = [s for s in range(1, steps + 1) if s == steps or (freq > 0 and s % freq == 0)]
-    there: list[int] = []
+    stored: list[int] = []
     most = 0
     for step in saved:
-        there.append(step)
-        most = max(most, len(there))
+        stored.append(step)
+        most = max(most, len(stored))
         if last is not None:
-            there = [s for s in there[:-last] if every and s % every == 0] + there[-last:]
-    assert checkpoints_kept(steps, freq, last, every) == CheckpointCounts(len(saved), most, len(there))
+            stored = [s for s in stored[:-last] if every and s % every == 0] + stored[-last:]
+    assert checkpoints_kept(steps, freq, last, every) == CheckpointCounts(len(saved), most, len(stored))
 
 
 def test_disk() -> None:

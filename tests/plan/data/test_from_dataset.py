@@ -21,7 +21,7 @@ def test_facts_are_the_loaders(dataset: Path, batch: int) -> None:
     assert data.frames == len(opened)
     assert [camera.steps for camera in data.cameras] == [2] + [1] * (len(opened.cameras) - 1)
     for camera, name in zip(data.cameras, opened.cameras):
-        assert camera.kept_bytes() == opened.store.format(name).nbytes
+        assert camera.frame_bytes() == opened.store.format(name).nbytes
     loader = Loader(opened, deltas, batch_size=batch, device=None)
     assert prefetched_steps(data, Loading(batch)) == loader._prefetch()
     assert data.row_bytes * len(opened) == pytest.approx(
@@ -34,13 +34,13 @@ def test_scaled_pictures(dataset: Path) -> None:
     opened = open_dataset(root=dataset, size=(16, 16))
     data = facts_of(opened, opened.cameras, {})
     assert data.cameras[0].height == 32  # what is decoded
-    assert data.cameras[0].kept_bytes() == opened.store.format(opened.cameras[0]).nbytes == 16 * 16 * 3
-    assert data.scaled(CacheConfig(size="16x16")).moment_bytes() == data.moment_bytes()
+    assert data.cameras[0].frame_bytes() == opened.store.format(opened.cameras[0]).nbytes == 16 * 16 * 3
+    assert data.scaled(CacheConfig(size="16x16")).bytes_per_row() == data.bytes_per_row()
 
 
 def test_without_cameras(lowdim: Path) -> None:
     data = facts_of(open_dataset(root=lowdim), [], {})
-    assert data.cameras == () and data.moment_bytes() == 0 and data.row_bytes > 0
+    assert data.cameras == () and data.bytes_per_row() == 0 and data.row_bytes > 0
 
 
 def test_videos_and_single_pictures(tmp_path: Path) -> None:
@@ -58,5 +58,5 @@ def test_videos_and_single_pictures(tmp_path: Path) -> None:
         writer.save_episode("push")
     opened = open_dataset(root=tmp_path / "both")
     top, still = facts_of(opened, list(features)[:2], {}).cameras
-    assert (top.codec, top.gop, top.kept_bytes()) == ("h264", 4, 32 * 48 * 3 // 2)
-    assert (still.codec, still.gop, still.kept_bytes()) == (PICTURES, 1, 32 * 48 * 3)
+    assert (top.codec, top.gop, top.frame_bytes()) == ("h264", 4, 32 * 48 * 3 // 2)
+    assert (still.codec, still.gop, still.frame_bytes()) == (PICTURES, 1, 32 * 48 * 3)

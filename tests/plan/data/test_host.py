@@ -13,12 +13,12 @@ from flexor.plan.data.host import (
     Data,
     DataSupply,
     HostMemory,
-    HostResources,
     Loading,
+    Resources,
     Speed,
     choose_tier,
+    concurrent_runs,
     expected_speed,
-    experiments_at_once,
     gpu_cache_bytes,
     host_memory,
     loading_seconds,
@@ -38,22 +38,22 @@ STREAM = CacheConfig()
 
 
 def test_frames_lie_in_memory_as_planes() -> None:
-    assert VGA.kept_bytes() == 480 * 640 * 3 // 2
-    assert VGA.kept_bytes(rgb=True) == 480 * 640 * 3
-    assert Camera(481, 640).kept_bytes() == 481 * 640 * 3  # odd sizes have no planes
-    assert Camera(480, 640, layout="gray").kept_bytes(rgb=True) == 480 * 640
-    assert Camera(480, 640, size=(224, 224)).kept_bytes() == 224 * 224 * 3 // 2
+    assert VGA.frame_bytes() == 480 * 640 * 3 // 2
+    assert VGA.frame_bytes(rgb=True) == 480 * 640 * 3
+    assert Camera(481, 640).frame_bytes() == 481 * 640 * 3  # odd sizes have no planes
+    assert Camera(480, 640, layout="gray").frame_bytes(rgb=True) == 480 * 640
+    assert Camera(480, 640, size=(224, 224)).frame_bytes() == 224 * 224 * 3 // 2
 
 
 def test_all_frames_kept() -> None:
-    assert TWO.kept_bytes(STREAM) == 50_000 * 2 * 460_800  # 46 GB
-    assert TWO.kept_bytes(CacheConfig(format="jpeg")) == 50_000 * 2 * 460_800 // 5
+    assert TWO.cache_bytes(STREAM) == 50_000 * 2 * 460_800  # 46 GB
+    assert TWO.cache_bytes(CacheConfig(format="jpeg")) == 50_000 * 2 * 460_800 // 5
     small = CacheConfig(size="224x224")
-    assert TWO.scaled(small).kept_bytes(small) == 50_000 * 2 * 75_264
+    assert TWO.scaled(small).cache_bytes(small) == 50_000 * 2 * 75_264
 
 
 def test_the_tier_is_what_has_room() -> None:
-    need = TWO.kept_bytes(STREAM)
+    need = TWO.cache_bytes(STREAM)
     assert choose_tier(TWO, STREAM, 4 * need, 0) == "ram"
     assert choose_tier(TWO, STREAM, 4 * need - 4, 4 * need) == "disk"
     assert choose_tier(TWO, STREAM, 0, 4 * need - 4) == "stream"
@@ -101,7 +101,7 @@ def test_the_pool() -> None:
 
 def test_memory_of_a_machine() -> None:
     loading = Loading(batch_size=8, ranks=2, workers=4, tier="ram")
-    needed = host_memory(TWO, loading, STREAM, saved_beside=123)
+    needed = host_memory(TWO, loading, STREAM, checkpoint=123)
     assert needed == HostMemory(
         processes=2 * 3_500_000_000,
         decoders=2 * 4 * 460_800 * 12,  # both cameras are of one kind
@@ -174,18 +174,18 @@ def test_measured_speed_is_what_the_benchmark_found() -> None:
 
 
 @pytest.mark.parametrize(
-    ("camera", "kept", "measured"),
+    ("camera", "cached", "measured"),
     [
         (Camera(480, 640), False, 605),
         (Camera(480, 640), True, 16_130),
         (Camera(480, 640, codec="h264", gop=250), False, 992),
     ],
 )
-def test_expected_is_near_what_was_measured(camera: Camera, kept: bool, measured: float) -> None:
+def test_expected_is_near_what_was_measured(camera: Camera, cached: bool, measured: float) -> None:
     """docs/bench.md: frames/s of two cameras on two ARM cores with nothing beside them. Rather less than more."""
     data = Data(6000, (camera, camera))
-    found = supply(data, expected_speed(data), Loading(64, workers=2), 1, cores=3, kept=kept)
-    assert 0.7 * measured < 2 * found.loaded <= 1.05 * measured
+    result = supply(data, expected_speed(data), Loading(64, workers=2), 1, cores=3, cached=cached)
+    assert 0.7 * measured < 2 * result.loaded <= 1.05 * measured
 
 
 def test_memory_is_near_what_was_measured() -> None:
@@ -199,20 +199,20 @@ def test_memory_is_near_what_was_measured() -> None:
 def test_threads_that_bring_what_is_wanted() -> None:
     # 6 ms to decode, 2 ms to gather, 80 % reached: 10 ms of a core per sample
     speed = Speed(decode_s=6e-3, gather_s=2e-3, reached=0.8)
-    found = supply(TWO, speed, Loading(8, workers=8), wanted=400, cores=8)
-    assert found.threads == 4 and found.cores == 5
-    assert found.loaded == pytest.approx(700)  # 7 cores beside the one that trains
-    assert not found.bound and found.stretch == 1
-    short = supply(TWO, speed, Loading(8, workers=8), wanted=400, cores=3)
+    result = supply(TWO, speed, Loading(8, workers=8), demand=400, cores=8)
+    assert result.threads == 4 and result.cores == 5
+    assert result.loaded == pytest.approx(700)  # 7 cores beside the one that trains
+    assert not result.bound and result.stretch == 1
+    short = supply(TWO, speed, Loading(8, workers=8), demand=400, cores=3)
     assert short.loaded == pytest.approx(200)
     assert short.bound and short.stretch == pytest.approx(2)
-    assert supply(TWO, speed, Loading(8, workers=1), wanted=400, cores=8).loaded == pytest.approx(100)
+    assert supply(TWO, speed, Loading(8, workers=1), demand=400, cores=8).loaded == pytest.approx(100)
 
 
 def test_kept_frames_are_only_gathered() -> None:
     speed = Speed(decode_s=6e-3, gather_s=2e-3, reached=0.8)
-    assert supply(TWO, speed, Loading(8), 400, 8, kept=True).threads == 1
-    assert supply(TWO, speed, Loading(8), 400, 8, kept=True).loaded == pytest.approx(4 / 2.5e-3)
+    assert supply(TWO, speed, Loading(8), 400, 8, cached=True).threads == 1
+    assert supply(TWO, speed, Loading(8), 400, 8, cached=True).loaded == pytest.approx(4 / 2.5e-3)
 
 
 def test_windows_decode_a_little_twice() -> None:
@@ -223,26 +223,28 @@ def test_windows_decode_a_little_twice() -> None:
 
 def test_the_decoder_of_the_gpu() -> None:
     speed = Speed(decode_s=6e-3, gather_s=0.2e-3, reached=0.8)
-    found = supply(TWO, speed, Loading(8, gpu_decoder=True), wanted=1000, cores=8)
-    assert found.loaded == pytest.approx(3500 / 2)  # two cameras
-    assert not found.bound
-    two_gpus = supply(TWO, speed, Loading(8, ranks=2, gpu_decoder=True), wanted=1000, cores=8)
+    result = supply(TWO, speed, Loading(8, gpu_decoder=True), demand=1000, cores=8)
+    assert result.loaded == pytest.approx(3500 / 2)  # two cameras
+    assert not result.bound
+    two_gpus = supply(TWO, speed, Loading(8, ranks=2, gpu_decoder=True), demand=1000, cores=8)
     assert two_gpus.loaded == pytest.approx(3500)
 
 
 def test_no_cameras_no_waiting() -> None:
-    found = supply(Data(10, ()), Speed(0, 0), Loading(8), 1e6, 1)
-    assert not found.bound and found.stretch == 1 and found.threads == 0
+    result = supply(Data(10, ()), Speed(0, 0), Loading(8), 1e6, 1)
+    assert not result.bound and result.stretch == 1 and result.threads == 0
 
 
 @given(st.floats(1, 5000), st.integers(1, 128), st.integers(1, 8), st.booleans())
-def test_the_cores_it_asks_for_are_enough(wanted: float, cores: int, ranks: int, kept: bool) -> None:
+def test_the_cores_it_asks_for_are_enough(demand: float, cores: int, ranks: int, cached: bool) -> None:
     speed = expected_speed(TWO)
-    asked = supply(TWO, speed, Loading(8, ranks=ranks), wanted, cores, kept=kept)
-    workers = math.ceil(asked.threads / ranks)
-    given_them = supply(TWO, speed, Loading(8, ranks=ranks, workers=workers), wanted, asked.cores, kept=kept)
-    assert given_them.loaded >= wanted * (1 - 1e-6)
-    assert not given_them.bound or given_them.stretch < 1.001
+    estimate = supply(TWO, speed, Loading(8, ranks=ranks), demand, cores, cached=cached)
+    workers = math.ceil(estimate.threads / ranks)
+    enough = supply(
+        TWO, speed, Loading(8, ranks=ranks, workers=workers), demand, estimate.cores, cached=cached
+    )
+    assert enough.loaded >= demand * (1 - 1e-6)
+    assert not enough.bound or enough.stretch < 1.001
 
 
 def test_the_first_epoch_may_be_slower() -> None:
@@ -255,20 +257,20 @@ def test_the_first_epoch_may_be_slower() -> None:
 
 
 def test_experiments_at_once() -> None:
-    machine = HostResources(gpu_memory=80 * 10**9, host_memory=64 * 10**9, cores=16)
-    one = HostResources(gpu_memory=9 * 10**9, host_memory=6 * 10**9, cores=3)
-    found = experiments_at_once(machine, one, busy=0.4)
-    assert (found.fit, found.limit) == (5, "cores")
-    assert found.useful == 3 and found.faster == pytest.approx(2.5)
-    assert experiments_at_once(machine, one, busy=1.0).useful == 1
-    assert experiments_at_once(machine, one, busy=1.0).faster == 1
-    large = experiments_at_once(machine, HostResources(90 * 10**9, 1, 1), busy=0.5)
+    machine = Resources(gpu_memory=80 * 10**9, host_memory=64 * 10**9, cores=16)
+    run = Resources(gpu_memory=9 * 10**9, host_memory=6 * 10**9, cores=3)
+    result = concurrent_runs(machine, run, busy=0.4)
+    assert (result.fit, result.limit) == (5, "cores")
+    assert result.useful == 3 and result.faster == pytest.approx(2.5)
+    assert concurrent_runs(machine, run, busy=1.0).useful == 1
+    assert concurrent_runs(machine, run, busy=1.0).faster == 1
+    large = concurrent_runs(machine, Resources(90 * 10**9, 1, 1), busy=0.5)
     assert (large.fit, large.limit, large.useful) == (0, "GPU memory", 0)
 
 
 @given(st.floats(0.01, 1), st.integers(1, 100), st.integers(1, 100))
 def test_sharing_is_never_worse_than_taking_turns(busy: float, memory: int, cores: int) -> None:
-    found = experiments_at_once(HostResources(memory, 1000, cores), HostResources(1, 1, 1), busy)
-    assert found.fit == min(memory, cores)
-    assert 1 <= found.faster <= 1 / busy + 1e-9
-    assert found.useful <= found.fit
+    result = concurrent_runs(Resources(memory, 1000, cores), Resources(1, 1, 1), busy)
+    assert result.fit == min(memory, cores)
+    assert 1 <= result.faster <= 1 / busy + 1e-9
+    assert result.useful <= result.fit

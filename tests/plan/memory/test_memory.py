@@ -19,7 +19,7 @@ from support.plans import H200, Gpu, plan_memory, settings
 
 def by_hand(events: list[tuple], *, built: int, loaded: int) -> Trace:
     """A trace of one step, whose storages are all activations unless they are built or loaded."""
-    made = [Event(what, storage, nbytes, -1) for what, storage, nbytes in events]
+    made = [Event(kind, storage, nbytes, -1) for kind, storage, nbytes in events]
     category = {e.storage: "activations" for e in made} | {
         e.storage: "weights" if i < built else "batch" for i, e in enumerate(made[:loaded])
     }
@@ -30,13 +30,13 @@ def by_hand(events: list[tuple], *, built: int, loaded: int) -> Trace:
 def test_a_replay_worked_out_by_hand():
     trace = by_hand(
         [
-            ("born", 1, 4 * MIB),  # a weight
-            ("born", 2, MIB // 2),  # a batch
-            ("born", 3, 30 * MIB),
+            ("alloc", 1, 4 * MIB),  # a weight
+            ("alloc", 2, MIB // 2),  # a batch
+            ("alloc", 3, 30 * MIB),
             ("scratch", 0, 8 * MIB),
-            ("dies", 3, 0),
-            ("born", 4, 6 * MIB),  # kept, as the optimizer's state is
-            ("dies", 2, 0),
+            ("free", 3, 0),
+            ("alloc", 4, 6 * MIB),  # kept, as the optimizer's state is
+            ("free", 2, 0),
         ],
         built=1,
         loaded=2,
@@ -55,27 +55,31 @@ def test_a_replay_worked_out_by_hand():
 
 
 def test_a_batch_goes_when_another_phase_of_training_begins():
-    trace = by_hand([("born", 1, 512), ("born", 2, 40 * MIB), ("dies", 2, 0)], built=1, loaded=2)
-    trace.events += [Event("born", 3, 40 * MIB, -1), Event("born", 4, 90 * MIB, -1), Event("dies", 4, 0, -1)]
+    trace = by_hand([("alloc", 1, 512), ("alloc", 2, 40 * MIB), ("free", 2, 0)], built=1, loaded=2)
+    trace.events += [
+        Event("alloc", 3, 40 * MIB, -1),
+        Event("alloc", 4, 90 * MIB, -1),
+        Event("free", 4, 0, -1),
+    ]
     trace.category |= {3: "batch", 4: "activations"}
     trace.steps.append(StepEvents(9, 3, 4, 6))
     assert replay(trace, steps=3).allocated == 512 + (40 + 90) * MIB
 
 
 def test_two_batches_are_there_while_the_next_one_comes():
-    trace = by_hand([("born", 1, 512), ("born", 2, 40 * MIB), ("dies", 2, 0)], built=1, loaded=2)
+    trace = by_hand([("alloc", 1, 512), ("alloc", 2, 40 * MIB), ("free", 2, 0)], built=1, loaded=2)
     assert replay(trace, steps=1).allocated == 512 + 40 * MIB
     assert replay(trace, steps=2).allocated == 512 + 80 * MIB
 
 
 GRAPH = [
-    ("born", 1, 40 * MIB),  # a weight
-    ("born", 2, 12 * MIB),  # a batch
-    ("born", 3, 32 * MIB),  # a workspace of cuBLAS, which stays
-    ("born", 4, 60 * MIB),
-    ("dies", 4, 0),
-    ("born", 5, 20 * MIB),  # kept, as the optimizer's state is
-    ("dies", 2, 0),
+    ("alloc", 1, 40 * MIB),  # a weight
+    ("alloc", 2, 12 * MIB),  # a batch
+    ("alloc", 3, 32 * MIB),  # a workspace of cuBLAS, which stays
+    ("alloc", 4, 60 * MIB),
+    ("free", 4, 0),
+    ("alloc", 5, 20 * MIB),  # kept, as the optimizer's state is
+    ("free", 2, 0),
 ]
 
 
@@ -99,8 +103,8 @@ def test_phases_with_the_same_key_share_a_graph():
     trace = with_workspace(GRAPH)
     start = len(trace.events)
     trace.events += [
-        Event(what, storage and storage + 10, nbytes, -1)
-        for what, storage, nbytes in GRAPH[1:]
+        Event(kind, storage and storage + 10, nbytes, -1)
+        for kind, storage, nbytes in GRAPH[1:]
         if storage != 3
     ]
     trace.category |= {12: "batch", 14: "activations", 15: "optimizer"}
@@ -203,8 +207,10 @@ def test_more_of_what_takes_memory_takes_more():
     assert again.part("activations") < plan.part("activations")
     lower = plan_memory(replace(base, precision="bf16"), H200, 16)
     assert lower.part("activations") < plan.part("activations")
-    seen = [[op.name for op in trace_step(c, 2, H200).ops] for c in (base, replace(base, dataset=AUGMENTED))]
-    slots = [len([name for name in names if "augment_slot" in name]) for names in seen]
+    operations = [
+        [op.name for op in trace_step(c, 2, H200).ops] for c in (base, replace(base, dataset=AUGMENTED))
+    ]
+    slots = [len([name for name in names if "augment_slot" in name]) for names in operations]
     assert slots == [0, 3]
     passes = plan_memory(replace(base, gradient_accumulation_steps=4), H200, 16)
     assert passes.accumulation == 4 and passes.part("batch") > plan.part("batch")
@@ -225,7 +231,7 @@ def test_the_later_phase_of_a_policy_counts():
 def test_ddp_keeps_its_buckets():
     config = replace(settings(), parallel=ParallelConfig(strategy="ddp"))
     alone, many = (plan_memory(config, H200, 4, world_size=n) for n in (1, 4))
-    assert many.share.strategy == "ddp"
+    assert many.parallelism.strategy == "ddp"
     assert many.part("gradients") >= 4 * trace_step(config, 2, H200).trained
     assert many.context > alone.context
 
@@ -233,11 +239,11 @@ def test_ddp_keeps_its_buckets():
 def test_fsdp_shares_out_what_is_kept():
     config = replace(settings(), parallel=ParallelConfig(strategy="fsdp"))
     alone, many = (plan_memory(config, H200, 4, world_size=n) for n in (1, 8))
-    assert many.share.parts == 8
+    assert many.parallelism.shards == 8
     assert many.part("optimizer") < alone.part("optimizer") / 4
     hybrid = replace(config, parallel=ParallelConfig(strategy="hsdp"))
     groups = plan_memory(hybrid, H200, 4, world_size=8, local_world_size=2)
-    assert groups.share.parts == 2
+    assert groups.parallelism.shards == 2
     assert many.part("optimizer") < groups.part("optimizer") < alone.part("optimizer")
 
 
@@ -245,14 +251,14 @@ def test_auto_takes_ddp_if_half_of_the_memory_is_enough():
     config = settings()
     need = 16 * trace_step(config, 2, H200).trained
     for memory, strategy in ((2 * need, "ddp"), (2 * need - 2, "fsdp")):
-        assert plan_memory(config, Gpu(memory), 2, world_size=4).share.strategy == strategy
+        assert plan_memory(config, Gpu(memory), 2, world_size=4).parallelism.strategy == strategy
 
 
 def test_the_largest_batch_fits_and_one_more_does_not(planner: MemoryPlanner):
-    wanted = planner.at(40).reserved + context_of(H200)
-    small = MemoryPlanner(planner.config, Gpu(round(wanted / (1 - SPARE)) + 1), traces=planner.traces)
+    needed = planner.at(40).reserved + context_of(H200)
+    small = MemoryPlanner(planner.config, Gpu(round(needed / (1 - SPARE)) + 1), traces=planner.traces)
     largest = small.largest_batch()
-    assert usable(small.gpu) >= wanted and largest >= 40
+    assert usable(small.gpu) >= needed and largest >= 40
     assert small.fits(largest) and not small.fits(largest + 1)
 
 

@@ -10,7 +10,7 @@ from flexor.plan.show.report import duration, number, usd
 
 
 @pytest.mark.parametrize(
-    ("seconds", "said"),
+    ("seconds", "text"),
     [
         (0.0123, "12.3 ms"),
         (0.9, "900 ms"),
@@ -21,8 +21,8 @@ from flexor.plan.show.report import duration, number, usd
         (200_000, "2.3 days"),
     ],
 )
-def test_durations(seconds: float, said: str):
-    assert duration(seconds) == said
+def test_durations(seconds: float, text: str):
+    assert duration(seconds) == text
 
 
 def test_numbers_have_no_powers_of_ten():

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from flexor.plan.data.imagined_robot import Robot
-from flexor.plan.memory.memory import Share
+from flexor.plan.memory.memory import Parallelism
 from flexor.plan.site.hardware import GPU, load_hardware
 from flexor.plan.speed import calibrate
 from flexor.plan.speed.calibrate import merged, per_operation
@@ -71,27 +71,27 @@ def test_without_samples_an_operation_takes_its_limit() -> None:
 
 
 def test_a_sample_says_how_many_times_its_limit_an_operation_takes(h200: GPU) -> None:
-    known = speeds(samples=(sample_of(product(), 3 * limit(product(), h200), h200),))
-    assert known.times(product()) == pytest.approx(3)
+    measured = speeds(samples=(sample_of(product(), 3 * limit(product(), h200), h200),))
+    assert measured.times(product()) == pytest.approx(3)
     half = replace(h200, tflops={**h200.tflops, "bf16": 494.7})
     assert limit(product(), half) == pytest.approx(2 * limit(product(), h200))
 
 
 def test_the_nearest_sample_of_the_same_name_and_type_counts() -> None:
-    def seen(name: str, dtype: str, rows: int, times: float) -> Sample:
+    def sample(name: str, dtype: str, rows: int, times: float) -> Sample:
         return Sample(name, dtype, extents(product(rows)), times)
 
-    known = speeds(
+    measured = speeds(
         samples=(
-            *(seen("mm", "bfloat16", 64, 9.0) for _ in range(3)),
-            *(seen("mm", "bfloat16", 4096, 2.0) for _ in range(3)),
-            *(seen("mm", "float32", 4096, 7.0) for _ in range(3)),
-            *(seen("addmm", "bfloat16", 4096, 5.0) for _ in range(3)),
+            *(sample("mm", "bfloat16", 64, 9.0) for _ in range(3)),
+            *(sample("mm", "bfloat16", 4096, 2.0) for _ in range(3)),
+            *(sample("mm", "float32", 4096, 7.0) for _ in range(3)),
+            *(sample("addmm", "bfloat16", 4096, 5.0) for _ in range(3)),
         )
     )
-    assert known.times(product()) == pytest.approx(2)
-    assert known.times(product(64)) == pytest.approx(9)
-    assert known.times(product(4096, torch.float32)) == pytest.approx(7)
+    assert measured.times(product()) == pytest.approx(2)
+    assert measured.times(product(64)) == pytest.approx(9)
+    assert measured.times(product(4096, torch.float32)) == pytest.approx(7)
 
 
 def test_a_sample_of_the_same_memory_format_counts(h200: GPU) -> None:
@@ -121,11 +121,11 @@ def test_an_old_calibration_is_read(tmp_path, h200: GPU) -> None:
 
 
 def test_speeds_come_back_from_their_file_as_they_were(tmp_path, h200: GPU) -> None:
-    known = speeds(
+    measured = speeds(
         {"any": {"forward": 1e-5, "optimizer": 2e-5, "step": 1e-3}}, (Sample("mm", "x", (1.0, 2.0), 3.0),)
     )
-    save(known, tmp_path / "speeds.json")
-    assert asdict(read(tmp_path / "speeds.json")) == asdict(known)
+    save(measured, tmp_path / "speeds.json")
+    assert asdict(read(tmp_path / "speeds.json")) == asdict(measured)
 
 
 def test_the_reference_is_there_and_no_operation_beats_its_limit_by_much() -> None:
@@ -185,12 +185,12 @@ def test_fp16_does_not_wait_in_a_graph(trace: Trace, h200: GPU) -> None:
 def test_fp16_waits_before_the_optimizer(trace: Trace, h200: GPU) -> None:
     slow = {"any": {**FREE["any"], "optimizer": 1.0}}  # the GPU is done long before the host is
     config = settings("act")
-    whole, waiting = (
+    eager, waiting = (
         step_time(trace, h200, config=replace(config, precision=precision), speeds=speeds(slow))
         for precision in ("bf16", "fp16")
     )
     late = sum(limit(op, h200) for op in steps_ops(trace) if op.phase == "optimizer" and op.kind != "view")
-    assert waiting.seconds == pytest.approx(whole.seconds + whole.gpu_seconds - late)
+    assert waiting.seconds == pytest.approx(eager.seconds + eager.gpu_seconds - late)
 
 
 def test_making_the_optimizer_state_is_not_part_of_every_step(trace: Trace) -> None:
@@ -216,9 +216,9 @@ def test_of_a_policy_with_phases_the_last_one_counts(h200: GPU) -> None:
 def test_traffic_hides_behind_computing_as_far_as_it_can(trace: Trace, h200: GPU, strategy: str) -> None:
     config = settings("act")
     parts = 8 if strategy == "fsdp" else 1
-    share = Share(strategy, 8, parts)
-    fast = step_time(trace, h200, config=config, share=share, speeds=speeds(), link=1e15)
-    slow = step_time(trace, h200, config=config, share=share, speeds=speeds(), link=1e9)
+    parallelism = Parallelism(strategy, 8, parts)
+    fast = step_time(trace, h200, config=config, parallelism=parallelism, speeds=speeds(), link=1e15)
+    slow = step_time(trace, h200, config=config, parallelism=parallelism, speeds=speeds(), link=1e9)
     alone = step_time(trace, h200, config=config, speeds=speeds())
     assert fast.exposed == 0 and fast.seconds == alone.seconds
     assert slow.bound == "network" and slow.seconds == pytest.approx(alone.seconds + slow.exposed)
@@ -237,9 +237,9 @@ def test_every_gpu_of_the_database_has_a_time(trace: Trace) -> None:
 
 
 def test_only_what_was_measured_on_such_a_gpu_is_a_calibration(trace: Trace, h200: GPU) -> None:
-    other, known = load_hardware().find("RTX 4090"), replace(speeds(), spread_gpu=0.05)
-    here = step_time(trace, h200, config=settings("act"), speeds=known)
-    elsewhere = step_time(trace, other, config=settings("act"), speeds=known)
+    other, measured = load_hardware().find("RTX 4090"), replace(speeds(), spread_gpu=0.05)
+    here = step_time(trace, h200, config=settings("act"), speeds=measured)
+    elsewhere = step_time(trace, other, config=settings("act"), speeds=measured)
     assert here.calibrated and here.spread == 0.05
     assert not elsewhere.calibrated and elsewhere.spread == UNCALIBRATED_GPU
     assert not step_time(trace, h200, config=settings("act"), speeds=assumed()).calibrated
@@ -263,13 +263,13 @@ def test_the_host_is_charged_by_operation_and_views_cost_less() -> None:
 def test_products_of_large_models_become_samples(monkeypatch, h200: GPU) -> None:
     monkeypatch.setattr(calibrate, "ROWS", (8,))
     monkeypatch.setattr(calibrate, "LAYERS", ((16, 32),))
-    found = list(calibrate.large_products(torch.device("cpu")))
-    assert [(op.name, op.extent) for op, _ in found] == [
+    products = list(calibrate.large_products(torch.device("cpu")))
+    assert [(op.name, op.extent) for op, _ in products] == [
         ("addmm", (1, 8, 32, 16)),
         ("mm", (1, 8, 16, 32)),
         ("mm", (1, 32, 16, 8)),
     ]
-    for op, seconds in found:
+    for op, seconds in products:
         sample = sample_of(op, seconds, h200)
         assert (sample.dtype, sample.times) == (
             "bfloat16",

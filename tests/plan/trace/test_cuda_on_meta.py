@@ -1,6 +1,6 @@
-"""The planner's dialect of CUDA against torch's own fake CUDA tensors: which branches a training step takes.
+"""The planner's model of CUDA against torch's own fake CUDA tensors: which branches a training step takes.
 
-If a release of torch changes a branch, a test here says which operations differ. Either the dialect follows, or the
+If a release of torch changes a branch, a test here says which operations differ. Either the model follows, or the
 difference has a reason, and is listed. What fake tensors can't show without CUDA, and so is not compared: which kernel
 attention takes (here both sides take plain operations; `test_trace.py` has the choice), cuDNN's batch norm, kernels
 that only a build with CUDA has. The order of operations is not compared, because compilers choose some of it.
@@ -20,7 +20,7 @@ from typing import Any
 import pytest
 import torch
 
-from flexor.plan.trace import cuda_on_meta as dialect
+from flexor.plan.trace import cuda_on_meta as cuda
 from flexor.plan.trace.cuda_on_meta import CudaOnMeta
 from flexor.plan.trace.rehearsal import META
 from support import fake_cuda, selection
@@ -99,7 +99,7 @@ def write_fake(file: Path) -> None:
 
 
 def planned(case: str) -> dict[str, Any]:
-    with torch.random.fork_rng(devices=[]), CudaOnMeta(capability=None).speak():
+    with torch.random.fork_rng(devices=[]), CudaOnMeta(capability=None).active():
         return rehearse(CASES[case](), Recorder("meta"), META)
 
 
@@ -111,19 +111,19 @@ def as_calls(listed: list[Any]) -> Calls:
 
 
 def first_results(calls: Calls) -> Counter[tuple[str, str, Result]]:
-    found: Counter[tuple[str, str, Result]] = Counter()
+    counts: Counter[tuple[str, str, Result]] = Counter()
     for (phase, name, results), count in calls.items():
-        found[phase, name, results[0]] += count
-    return found
+        counts[phase, name, results[0]] += count
+    return counts
 
 
 def explain(difference: Difference, plan: Counter, fake: Counter) -> Iterator[None]:
     """Take away what a listed difference explains, once for each time that it occurs."""
     if difference.plan is None:
-        wanted = [call for call in fake if call[1:] == (difference.fake[0], difference.result)]
+        calls = [call for call in fake if call[1:] == (difference.fake[0], difference.result)]
     else:
-        wanted = [call for call in plan if call[1] == difference.plan]
-    for phase, name, result in wanted:
+        calls = [call for call in plan if call[1] == difference.plan]
+    for phase, name, result in calls:
         instead = Counter((phase, each, result) for each in difference.fake)
         while instead <= fake and (difference.plan is None or plan[phase, name, result]):
             fake.subtract(instead)
@@ -150,16 +150,16 @@ def test_a_step_does_what_it_does_on_fake_cuda_tensors(case: str, fake: dict[str
 @pytest.mark.ranks
 @without_cuda
 def test_autocast_gives_the_same_types(fake: dict[str, Any]):
-    with CudaOnMeta().speak():
+    with CudaOnMeta().active():
         ours = types(META)
     different = {name for name in FUNCTIONS if ours[name] != fake["types"][name]}
-    assert different == {"pairwise_distance"}  # calls `norm` within torch, where the dialect does not see it
+    assert different == {"pairwise_distance"}  # calls `norm` within torch, where the mode does not see it
 
 
 def test_autocast_knows_the_same_functions():
     registered = torch._C._dispatch_get_registrations_for_dispatch_key("AutocastCUDA")
     theirs = {name.removeprefix("aten::").split(".")[0] for name in registered if name.startswith("aten::")}
-    ours = dialect.LOWER | dialect.WIDEN | dialect.WIDEN_RESULT | dialect.WIDEST
+    ours = cuda.LOWER_PRECISION | cuda.FP32 | cuda.FP32_RESULT | cuda.PROMOTE
     assert ours - theirs == {
         *("__matmul__", "__rmatmul__", "__pow__", "__rpow__"),  # names in Python
         *("cross_entropy_loss", "nll_loss_nd", "square", "linalg_norm"),  # call such a function within torch

@@ -79,11 +79,11 @@ def taken_flat(x, weight, args, out) -> int:
 
 def test_feature_maps_of_a_policy_have_the_format_of_its_weights():
     """cuDNN's copies of every feature map go away."""
-    one, other = (
+    contiguous, channels_last = (
         trace_step(settings("act", channels_last=last, precision="bf16"), 4, H200) for last in (False, True)
     )
     copied = [
         sum(op.scratch for op in trace.ops if op.kind == "convolution" and op.phase == "forward")
-        for trace in (one, other)
+        for trace in (contiguous, channels_last)
     ]
     assert copied[1] < 0.5 * copied[0]

@@ -39,7 +39,7 @@ JOBS = {
 def test_a_trace_is_the_same_if_torch_is_asked_each_time(kind, monkeypatch):
     config = settings(kind, **JOBS[kind])
     short = [trace_step(config, 3, H200) for _ in range(2)]  # the second finds everything known
-    monkeypatch.setattr(tracing, "REPEATS", Straight())
+    monkeypatch.setattr(tracing, "OPERATOR_CACHE", Straight())
     long = trace_step(config, 3, H200)
     for trace in short:
         assert trace.events == long.events and trace.category == long.category
@@ -56,17 +56,17 @@ class Twice(TorchDispatchMode):
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         results = [function(*args, **(kwargs or {}))]
         results += [self.repeats.call(function, args, kwargs or {})[0] for _ in range(2)]
-        found = [_seen(result, args) for result in results]
-        if found[0] != found[1] or found[0] != found[2]:
-            self.different.append((str(function), found))
+        described = [_seen(result, args) for result in results]
+        if described[0] != described[1] or described[0] != described[2]:
+            self.different.append((str(function), described))
         return results[0]
 
 
 def _seen(result: Any, args: Any) -> list:
     """All of a result: also what it shares with what was given."""
-    given = {x.untyped_storage()._cdata: at for at, x in enumerate(args) if isinstance(x, torch.Tensor)}
+    inputs = {x.untyped_storage()._cdata: at for at, x in enumerate(args) if isinstance(x, torch.Tensor)}
     return [
-        (x.shape, x.stride(), x.dtype, x.untyped_storage().nbytes(), given.get(x.untyped_storage()._cdata))
+        (x.shape, x.stride(), x.dtype, x.untyped_storage().nbytes(), inputs.get(x.untyped_storage()._cdata))
         for x in (result if isinstance(result, tuple | list) else [result])
         if isinstance(x, torch.Tensor)
     ]
@@ -74,11 +74,15 @@ def _seen(result: Any, args: Any) -> list:
 
 def test_what_is_remembered_is_what_torch_would_say():
     with torch.device("meta"):
-        whole, real, half = torch.empty(4, 6, dtype=torch.int32), torch.empty(4, 6), torch.empty(6).bfloat16()
+        integers, real, half = (
+            torch.empty(4, 6, dtype=torch.int32),
+            torch.empty(4, 6),
+            torch.empty(6).bfloat16(),
+        )
         turned = torch.empty(6, 4).t()
     with Twice() as twice:
         for number in (1, 1.0, True):  # equal, and another type each
-            assert (whole + number).dtype == (torch.float32 if isinstance(number, float) else torch.int32)
+            assert (integers + number).dtype == (torch.float32 if isinstance(number, float) else torch.int32)
         for other in (real, turned, half, real[::2].repeat(2, 1), real[0], real.to(torch.float64)):
             real + other, real * other, real < other, torch.maximum(real, other.to(real.dtype))
         (
@@ -92,7 +96,7 @@ def test_what_is_remembered_is_what_torch_would_say():
         )
         real.expand(2, 4, 6).clone(), torch.cat([real, turned]), real @ turned.t().t().t(), real.split(2)
         torch.nn.functional.layer_norm(real, (6,)), torch.native_dropout(real, 0.5, True), real.topk(2)
-        real.add_(1), real.clamp_(0, 1), real.copy_(turned), real.t_(), whole.zero_(), real.uniform_()
+        real.add_(1), real.clamp_(0, 1), real.copy_(turned), real.t_(), integers.zero_(), real.uniform_()
     assert not twice.different
 
 
@@ -118,7 +122,7 @@ def test_memory_of_what_is_known_is_bounded(monkeypatch):
     repeats, x = CachedResults(), torch.empty(2, device="meta")
     for number in range(10):
         repeats.call(aten.add.Tensor, (x, number), {})
-        assert len(repeats._known) <= 3
+        assert len(repeats._calls) <= 3
 
 
 # In a process of its own, as in that of the tests the compiler may be there already; one of it for each case.

@@ -1,8 +1,9 @@
-"""The trace: the tracker against what was really allocated, what is born as what, and the branches CUDA takes."""
+"""The trace: the tracker against what was really allocated, categories of memory, and the branches that CUDA takes."""
 
 from __future__ import annotations
 
 from pathlib import Path
+from typing import get_args
 
 import pytest
 import torch
@@ -12,7 +13,7 @@ from torch.utils import _foreach_utils
 
 from flexor.config.schema import EMAConfig, OptimizerConfig
 from flexor.plan.trace.cuda_on_meta import CudaOnMeta, attention_backend
-from flexor.plan.trace.events import CATEGORIES, Trace
+from flexor.plan.trace.events import Category, Trace
 from flexor.plan.trace.trace import OperationTracker, trace_step
 from parity.multi_task_dit.clips import make_clips
 from parity.smolvla.vlms import make_vlms
@@ -55,10 +56,10 @@ def train(device: str) -> None:
 def live_bytes(tracker: OperationTracker) -> list[int]:
     live, sizes, out = 0, {}, []
     for event in tracker.events:
-        if event.what == "born":
+        if event.kind == "alloc":
             sizes[event.storage] = event.nbytes
             live += event.nbytes
-        elif event.what == "dies":
+        elif event.kind == "free":
             live -= sizes[event.storage]
         out.append(live)
     return out
@@ -78,13 +79,13 @@ def allocations(profile) -> list[int]:
     """Bytes taken (positive) and given back, in order."""
     from torch._C._profiler import _EventType
 
-    found, waiting = [], list(profile.profiler.kineto_results.experimental_event_tree())
+    allocations, waiting = [], list(profile.profiler.kineto_results.experimental_event_tree())
     while waiting:
         event = waiting.pop()
         waiting.extend(event.children)
         if event.tag == _EventType.Allocation:
-            found.append((event.start_time_ns, event.extra_fields.alloc_size))
-    return [size for _, size in sorted(found, key=lambda each: each[0])]
+            allocations.append((event.start_time_ns, event.extra_fields.alloc_size))
+    return [size for _, size in sorted(allocations, key=lambda each: each[0])]
 
 
 def peak(changes: list[int]) -> int:
@@ -95,7 +96,7 @@ def peak(changes: list[int]) -> int:
     return most
 
 
-def test_meta_tensors_are_born_and_die_as_real_ones_do():
+def test_meta_tensors_are_allocated_and_freed_as_real_ones():
     with OperationTracker("cpu", scratch=False) as real:
         train("cpu")
     with OperationTracker("meta", scratch=False) as fake:
@@ -106,31 +107,31 @@ def test_meta_tensors_are_born_and_die_as_real_ones_do():
 def test_what_is_kept_adds_up_exactly(act):
     assert act.nbytes("weights") == 4 * act.parameters
     assert act.parameters == act.trained
-    tensors = sum(1 for what in act.category.values() if what == "weights")
+    tensors = sum(1 for category in act.category.values() if category == "weights")
     assert act.nbytes("optimizer") == 8 * act.trained + 4 * tensors  # two moments, and a step for each tensor
     assert act.nbytes("gradients") >= 4 * act.trained
     assert act.nbytes("ema") == 0
     assert act.nbytes("workspaces") == 2 * (32 << 20)
-    assert set(act.category.values()) <= set(CATEGORIES)
+    assert set(act.category.values()) <= set(get_args(Category))
 
 
-def test_every_storage_dies_once_after_it_was_born(act):
-    born, died = set(), set()
+def test_every_storage_is_freed_once_after_its_allocation(act):
+    allocated, freed = set(), set()
     for event in act.events:
-        if event.what == "born":
-            assert event.storage not in born
-            born.add(event.storage)
-        elif event.what == "dies":
-            assert event.storage in born and event.storage not in died
-            died.add(event.storage)
-    left = {act.category[storage] for storage in born - died}
+        if event.kind == "alloc":
+            assert event.storage not in allocated
+            allocated.add(event.storage)
+        elif event.kind == "free":
+            assert event.storage in allocated and event.storage not in freed
+            freed.add(event.storage)
+    left = {act.category[storage] for storage in allocated - freed}
     assert left <= {"weights", "buffers", "optimizer", "workspaces", "batch", "activations", "ema", "other"}
 
 
 def test_phases_come_in_order(act):
     order = ["build", "load", "batch", "forward", "backward", "batch", "clip", "optimizer", "ema"]
-    seen = [op.phase for op in act.ops]
-    changes = [phase for i, phase in enumerate(seen) if i == 0 or phase != seen[i - 1]]
+    phases = [op.phase for op in act.ops]
+    changes = [phase for i, phase in enumerate(phases) if i == 0 or phase != phases[i - 1]]
     assert changes == order
     assert any(op.module == "model.encoder.layers.0.linear1" for op in act.ops if op.phase == "forward")
 
@@ -169,8 +170,8 @@ def test_smolvla(tmp_path: Path):
     make_vlms(tmp_path)
     model = {"vlm_model_name": str(tmp_path / "tiny-vlm")}
     frozen = trace_step(settings("smolvla", policy=model, precision="bf16"), 2, H200)
-    whole = trace_step(settings("smolvla", policy={**model, "train_expert_only": False}), 2, H200)
-    assert frozen.trained < whole.trained < whole.parameters == frozen.parameters
+    unfrozen = trace_step(settings("smolvla", policy={**model, "train_expert_only": False}), 2, H200)
+    assert frozen.trained < unfrozen.trained < unfrozen.parameters == frozen.parameters
     assert frozen.nbytes("optimizer") < 9 * frozen.trained
 
 
@@ -193,9 +194,9 @@ def test_a_policy_of_ones_own(tmp_path: Path):
     (tmp_path / "own.py").write_text(OWN)
     trace = trace_step(settings(f"{tmp_path / 'own.py'}:Own"), 2, H200)
     assert trace.parameters == 6 * 6 + 6
-    (asked,) = set(trace.asked)  # a GPU would be waited for there
+    (point,) = set(trace.sync_points)  # a GPU would be waited for there
     line = 1 + OWN.splitlines().index("        if (error > 100).any():")
-    assert str(asked) == f"bool in own.py, line {line}"
+    assert str(point) == f"bool in own.py, line {line}"
 
 
 def test_products_have_their_flops():
@@ -212,9 +213,9 @@ def test_products_have_their_flops():
 
 
 def test_later_passes_add_to_gradients_in_place():
-    one, four = (trace_step(settings(gradient_accumulation_steps=n), 2, H200) for n in (1, 4))
+    single, four = (trace_step(settings(gradient_accumulation_steps=n), 2, H200) for n in (1, 4))
     assert four.passes == 2 and four.accumulation == 4
-    count = [sum(1 for what in t.category.values() if what == "gradients") for t in (one, four)]
+    count = [sum(1 for category in t.category.values() if category == "gradients") for t in (single, four)]
     assert count[0] == count[1]
 
 
@@ -226,16 +227,16 @@ def test_planning_leaves_torch_as_it_was(act):
     assert "meta" not in _foreach_utils._get_fused_kernels_supported_devices()
 
 
-# CUDA's dialect.
+# CUDA's code paths.
 
 
-def speaking(**more):
-    return CudaOnMeta(**more).speak()
+def active(**more):
+    return CudaOnMeta(**more).active()
 
 
 def test_dropout_keeps_a_mask_of_bytes():
     x = torch.empty(1000, device="meta", requires_grad=True)
-    with OperationTracker("meta") as tracker, speaking():
+    with OperationTracker("meta") as tracker, active():
         y = F.dropout(x, 0.1, True)
     assert y.shape == x.shape
     assert [event.nbytes for event in tracker.events] == [1000, 4000]
@@ -244,10 +245,10 @@ def test_dropout_keeps_a_mask_of_bytes():
 def test_autocast_casts_products_keeps_copies_of_weights_and_widens_losses():
     weight = torch.empty(4, 4, device="meta", requires_grad=True)
     x = torch.empty(2, 4, device="meta")
-    with speaking() as dialect, torch.autocast("meta", torch.bfloat16):
+    with active() as cuda, torch.autocast("meta", torch.bfloat16):
         y = F.linear(x, weight)
         F.linear(x, weight)
-        assert len(dialect._casts) == 1
+        assert len(cuda._casts) == 1
         assert y.dtype == torch.bfloat16
         assert F.layer_norm(y, (4,)).dtype == torch.float32
         assert F.l1_loss(y, y).dtype == y.square().dtype == torch.float32
@@ -255,7 +256,7 @@ def test_autocast_casts_products_keeps_copies_of_weights_and_widens_losses():
         assert (y + y).dtype == torch.bfloat16
         with torch.autocast("meta", enabled=False):
             assert F.linear(x, weight).dtype == torch.float32
-    assert not dialect._casts
+    assert not cuda._casts
 
 
 @pytest.mark.parametrize(
@@ -277,7 +278,7 @@ def test_attention_kernels(dtype, width, mask, capability, backend):
 
 def test_dropout_within_plain_attention_keeps_a_mask_of_bytes():
     q = torch.empty(2, 4, 6, 30, device="meta", requires_grad=True)  # 30: no kernel takes it
-    with OperationTracker("meta") as tracker, speaking():
+    with OperationTracker("meta") as tracker, active():
         F.scaled_dot_product_attention(q, q, q, dropout_p=0.1)
     weights = 2 * 4 * 6 * 6
     assert [event.nbytes for event in tracker.events if event.nbytes == weights] == [weights]
@@ -291,19 +292,24 @@ def test_every_generation(capability):
 
 
 def test_values_are_zero_and_noted():
-    with speaking() as dialect:
+    with active() as cuda:
         assert torch.ones(1, device="meta").item() == 0
         assert not torch.ones((), dtype=torch.bool, device="meta")
         assert torch.ones(1).item() == 1  # a real tensor has one
-    assert [asked.name for asked in dialect.asked] == ["item", "__bool__"]
+    assert [point.name for point in cuda.sync_points] == ["item", "__bool__"]
 
 
 def test_values_that_come_from_the_host_are_noted():
-    with speaking() as dialect:
-        there = torch.empty(3, device="meta")
+    with active() as cuda:
+        on_meta = torch.empty(3, device="meta")
         for made in (torch.tensor(1.0, device="meta"), torch.as_tensor([1, 2], device="meta")):
             assert made.device.type == "meta"
-        assert there.new_tensor([1.0]).device.type == "meta"
-        torch.tensor(1.0), torch.as_tensor(there), torch.as_tensor(there, device="meta"), there.new_zeros(2)
+        assert on_meta.new_tensor([1.0]).device.type == "meta"
+        (
+            torch.tensor(1.0),
+            torch.as_tensor(on_meta),
+            torch.as_tensor(on_meta, device="meta"),
+            on_meta.new_zeros(2),
+        )
         torch.arange(3, device="meta"), torch.full((3,), 2.0, device="meta")
-    assert [asked.name for asked in dialect.asked] == ["tensor", "as_tensor", "new_tensor"]
+    assert [point.name for point in cuda.sync_points] == ["tensor", "as_tensor", "new_tensor"]

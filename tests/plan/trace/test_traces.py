@@ -25,17 +25,17 @@ def test_a_shared_trace_is_the_cards_own(precision: str, cards: list):
     shared = {card: traces.at(2, 1, CARDS[card]) for card in cards}
     assert len(traces.made) < len(cards)  # one for each kind of card
     for card in cards:
-        own = trace_step(config, 2, CARDS[card])
-        assert replay(shared[card]) == replay(own), card
-        assert [op.name for op in shared[card].ops] == [op.name for op in own.ops]
+        traced = trace_step(config, 2, CARDS[card])
+        assert replay(shared[card]) == replay(traced), card
+        assert [op.name for op in shared[card].ops] == [op.name for op in traced.ops]
 
 
 def test_passes_beyond_the_second_are_not_traced():
     config = settings("act", (32, 32))
     traces, gpu = Traces(config), CARDS[8, 0]
-    scaled, own = traces.at(2, 5, gpu), trace_step(config, 2, gpu, 5)
-    assert (scaled.accumulation, scaled.passes) == (own.accumulation, own.passes)
-    peaks = [replay(trace) for trace in (scaled, own)]
+    scaled, traced = traces.at(2, 5, gpu), trace_step(config, 2, gpu, 5)
+    assert (scaled.accumulation, scaled.passes) == (traced.accumulation, traced.passes)
+    peaks = [replay(trace) for trace in (scaled, traced)]
     assert len({(peak.allocated, peak.reserved, str(peak.by_category)) for peak in peaks}) == 1
     assert {accumulation for _, accumulation, _ in traces.made} == {2}
 
@@ -44,10 +44,10 @@ def test_operations_that_depend_on_the_batch_size_are_traced(monkeypatch: pytest
     """pi0-FAST computes its logits in pieces: here two with a batch size of 2, and 11 with 24."""
     monkeypatch.setattr(pi0_fast, "LOSS_CHUNK", 64)
     config = settings("pi0_fast")
-    own, found = trace_step(config, 24, CARDS[8, 0]), Traces(config).at(24, 1, CARDS[8, 0])
-    assert found.events == own.events and found.ops == own.ops
+    traced, rescaled = trace_step(config, 24, CARDS[8, 0]), Traces(config).at(24, 1, CARDS[8, 0])
+    assert rescaled.events == traced.events and rescaled.ops == traced.ops
     few = trace_step(config, 2, CARDS[8, 0])
-    assert len(few.ops) < len(own.ops)
+    assert len(few.ops) < len(traced.ops)
 
 
 def test_no_trace_is_made_twice():
@@ -62,10 +62,10 @@ def test_no_trace_is_made_twice():
 def test_gpus_get_the_settings_that_are_left_to_them():
     config = settings("act", (32, 32), precision="auto", channels_last=None)
     traces = Traces(config)
-    for card, given in {
+    for card, settled in {
         (9, 0): {"precision": "bf16", "channels_last": True},
         (7, 5): {"precision": "no", "channels_last": True},
         None: {"precision": "no", "channels_last": False},
     }.items():
-        own = trace_step(settings("act", (32, 32), **given), 2, CARDS[card])
-        assert replay(traces.at(2, 1, CARDS[card])) == replay(own)
+        traced = trace_step(settings("act", (32, 32), **settled), 2, CARDS[card])
+        assert replay(traces.at(2, 1, CARDS[card])) == replay(traced)

@@ -70,8 +70,8 @@ def test_sums_along_rows_take_nothing():
 )
 def test_convolutions(x, weight, stride: int, pad: int, dtype: torch.dtype, taken: int):
     args = (meta(*x, dtype=dtype), meta(*weight, dtype=dtype), None, [stride] * 2, [pad] * 2, [1, 1])
-    found = scratch_of(aten.convolution.default, *args, False, [0, 0], 1)
-    assert found == pytest.approx(taken, rel=2e-3, abs=1024)
+    nbytes = scratch_of(aten.convolution.default, *args, False, [0, 0], 1)
+    assert nbytes == pytest.approx(taken, rel=2e-3, abs=1024)
 
 
 @pytest.mark.parametrize(
@@ -89,8 +89,8 @@ def test_gradients_of_convolutions(y, x, weight, stride: int, pad: int, dtype: t
     tensors = (meta(*shape, dtype=dtype) for shape in (y, x, weight))
     dims = len(x) - 2
     places = (None, [stride] * dims, [pad] * dims, [1] * dims, False, [0] * dims, 1, [True, True, False])
-    found = scratch_of(aten.convolution_backward.default, *tensors, *places)
-    assert found == pytest.approx(taken, rel=0.03, abs=9 << 20)  # in how many parts, cuDNN decides
+    nbytes = scratch_of(aten.convolution_backward.default, *tensors, *places)
+    assert nbytes == pytest.approx(taken, rel=0.03, abs=9 << 20)  # in how many parts, cuDNN decides
 
 
 def test_pictures_that_are_not_contiguous_are_copied_first():
@@ -116,7 +116,7 @@ def test_what_sums_take_is_not_stretched():
     scaled, traced = Traces(config).at(batch, 1, H200), trace_step(config, batch, H200)
 
     def sums(trace):
-        return [event.nbytes for event in trace.events if event.what == "scratch"]
+        return [event.nbytes for event in trace.events if event.kind == "scratch"]
 
     assert sums(scaled) == sums(traced) and max(sums(traced)) > 0
     assert any(op.scratch for op in traced.ops if op.name == "sum")

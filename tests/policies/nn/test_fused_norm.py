@@ -183,7 +183,7 @@ def test_a_plan_sees_the_shapes_of_the_kernels(name, kind):
     expected = network(x)
     with torch.device("meta"):
         planned = ResNet(name, NORMS[kind]).to(memory_format=torch.channels_last)
-    with CudaOnMeta().speak():
+    with CudaOnMeta().active():
         y = planned(torch.empty(x.shape, device="meta"))
         assert y.shape == expected.shape
         y.sum().backward()

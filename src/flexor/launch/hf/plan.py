@@ -82,7 +82,7 @@ def timeout_of(plan: Plan) -> int:
 
 def _needed(plan: Plan) -> float:
     """Seconds from the job's start to its end, at the slow end of the plan's estimate."""
-    return STARTING + plan.pace.seconds * (1 + plan.pace.step.spread + BESIDES) + SAVING
+    return STARTING + plan.run_time.seconds * (1 + plan.run_time.step.spread + BESIDES) + SAVING
 
 
 def _announce(offer: Flavor, plan: Plan, named: bool) -> None:
@@ -91,8 +91,8 @@ def _announce(offer: Flavor, plan: Plan, named: bool) -> None:
         offer.name,
         gigabytes(plan.peak),
         gigabytes(plan.site.gpu.memory),
-        plan.pace.hours,
-        100 * plan.pace.step.spread,
+        plan.run_time.hours,
+        100 * plan.run_time.step.spread,
         plan.money.rent or 0.0,
         "" if named else ", the cheapest on which this run fits",
         plan.split,

@@ -66,8 +66,8 @@ class Disk:
 
 
 def disk_needed(
-    data: Data, loading: Loading, cache: CacheConfig, checkpoint: int, kept: CheckpointCounts
+    data: Data, loading: Loading, cache: CacheConfig, checkpoint: int, counts: CheckpointCounts
 ) -> Disk:
     """Dataset, cached frames and checkpoints of `checkpoint` bytes each."""
-    frames = data.scaled(cache).kept_bytes(cache, not loading.gpu) if loading.tier == "disk" else 0
-    return Disk(data.file_bytes, frames, checkpoint * kept.most)
+    frames = data.scaled(cache).cache_bytes(cache, not loading.gpu) if loading.tier == "disk" else 0
+    return Disk(data.file_bytes, frames, checkpoint * counts.most)

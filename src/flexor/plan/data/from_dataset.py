@@ -14,7 +14,9 @@ from flexor.plan.data.host import PICTURES, Camera, Data
 from flexor.policies.fit import fit_to_dataset, sample_of
 from flexor.train.datasets import build_datasets
 
-LOOKED_AT = 8  # episodes whose key frames are counted; within a dataset the encoder settings are the same
+SAMPLED_EPISODES = (
+    8  # episodes whose key frames are counted; within a dataset the encoder settings are the same
+)
 
 
 def open_for_plan(config: TrainConfig) -> tuple[TrainConfig, Data]:
@@ -43,8 +45,7 @@ def _camera(dataset: Dataset, name: str, steps: int) -> Camera:
     if not isinstance(clip, VideoClip):
         return Camera(format.height, format.width, steps, PICTURES, 1, size, format.layout)
     packets = clip.file.index.packets
-    some = episodes[:: max(1, len(episodes) // LOOKED_AT)]
-    starts = [dataset.store.starts(name, episode) for episode in some]
-    groups = sum(len(np.unique(of_episode)) for of_episode in starts)
-    gop = max(1, round(sum(map(len, starts)) / max(1, groups)))
+    sampled = episodes[:: max(1, len(episodes) // SAMPLED_EPISODES)]
+    starts = [dataset.store.starts(name, episode) for episode in sampled]
+    gop = max(1, round(sum(map(len, starts)) / max(1, sum(len(np.unique(s)) for s in starts))))
     return Camera(packets.height, packets.width, steps, packets.codec, gop, size, format.layout)

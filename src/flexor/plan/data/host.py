@@ -49,7 +49,7 @@ class Camera:
         """Pixels of a decoded frame."""
         return self.height * self.width
 
-    def kept_bytes(self, rgb: bool = False) -> int:
+    def frame_bytes(self, rgb: bool = False) -> int:
         """Bytes of a frame in memory: planes as decoded, or RGB."""
         height, width = self.size or (self.height, self.width)
         layout = self.layout
@@ -75,14 +75,13 @@ class Data:
         size = parse_image_size(cache.size)
         return replace(self, cameras=tuple(replace(camera, size=size) for camera in self.cameras))
 
-    def moment_bytes(self, rgb: bool = False) -> int:
+    def bytes_per_row(self, rgb: bool = False) -> int:
         """Bytes in memory of one frame of every camera."""
-        return sum(camera.kept_bytes(rgb) for camera in self.cameras)
+        return sum(camera.frame_bytes(rgb) for camera in self.cameras)
 
-    def kept_bytes(self, cache: CacheConfig, rgb: bool = False) -> int:
+    def cache_bytes(self, cache: CacheConfig, rgb: bool = False) -> int:
         """Bytes of all frames in the cache."""
-        share = JPEG_SHARE if cache.format == "jpeg" else 1
-        return int(self.frames * self.moment_bytes(rgb) * share)
+        return int(self.frames * self.bytes_per_row(rgb) * (JPEG_SHARE if cache.format == "jpeg" else 1))
 
     @property
     def pictures(self) -> int:
@@ -117,10 +116,10 @@ def choose_tier(data: Data, cache: CacheConfig, free_memory: int, free_disk: int
     """Resolve `dataset.cache.tier=auto` for a machine with this free memory and disk space."""
     if not data.cameras or cache.tier != "auto":
         return cache.tier if data.cameras else "stream"
-    need, given = data.kept_bytes(cache, rgb), None if cache.gb is None else int(cache.gb * GB)
-    if need <= (free_memory // 4 if given is None else given):
+    need, budget = data.cache_bytes(cache, rgb), None if cache.gb is None else int(cache.gb * GB)
+    if need <= (free_memory // 4 if budget is None else budget):
         return "ram"
-    return "disk" if need <= (free_disk // 4 if given is None else given) else "stream"
+    return "disk" if need <= (free_disk // 4 if budget is None else budget) else "stream"
 
 
 # The host's memory.
@@ -147,22 +146,19 @@ class HostMemory:
         return sum(getattr(self, f.name) for f in fields(self))
 
 
-def host_memory(data: Data, loading: Loading, cache: CacheConfig, saved_beside: int = 0) -> HostMemory:
-    """What one machine needs. `saved_beside`: bytes of the copy that checkpoint.async saves from, else 0."""
-    data, rgb = data.scaled(cache), not loading.gpu
-    kinds = {(c.codec, c.height, c.width): c.pixels * 3 // 2 for c in data.cameras}
-    largest = sorted(kinds.values())[-MAX_DECODERS:]
-    decoders = (
-        0 if loading.gpu_decoder else loading.ranks * max(1, loading.workers) * sum(largest) * DECODER_FRAMES
-    )
+def host_memory(data: Data, loading: Loading, cache: CacheConfig, checkpoint: int = 0) -> HostMemory:
+    """What one machine needs. `checkpoint`: bytes of the copy that checkpoint.async saves from, else 0."""
+    data, ranks, on_cpu = data.scaled(cache), loading.ranks, not loading.gpu_decoder
+    frames = {(c.codec, c.height, c.width): c.pixels * 3 // 2 for c in data.cameras}
+    per_thread = sum(sorted(frames.values())[-MAX_DECODERS:]) * DECODER_FRAMES
     return HostMemory(
-        processes=loading.ranks * PROCESS[loading.gpu],
-        decoders=decoders,
-        table=loading.ranks * data.frames * data.row_bytes,
-        pool=0 if loading.gpu_decoder or not data.cameras else pool_bytes(data, loading, cache),
-        batches=loading.ranks * (prefetched_steps(data, loading) + 1) * step_bytes(data, loading),
-        cache=data.kept_bytes(cache, rgb) if loading.tier == "ram" else 0,
-        checkpoint=saved_beside,
+        processes=ranks * PROCESS[loading.gpu],
+        decoders=ranks * max(1, loading.workers) * per_thread if on_cpu else 0,
+        table=ranks * data.frames * data.row_bytes,
+        pool=pool_bytes(data, loading, cache) if on_cpu and data.cameras else 0,
+        batches=ranks * (prefetched_steps(data, loading) + 1) * step_bytes(data, loading),
+        cache=data.cache_bytes(cache, not loading.gpu) if loading.tier == "ram" else 0,
+        checkpoint=checkpoint,
     )
 
 
@@ -171,22 +167,20 @@ def pool_bytes(data: Data, loading: Loading, cache: CacheConfig) -> int:
     if cache.pool_gb is not None:
         return int(cache.pool_gb * GB)
     unit = max(camera.gop for camera in data.cameras)
-    around = sum(
-        c.kept_bytes(not loading.gpu) * (unit + c.steps - 1) for c in data.cameras
-    )  # frames of a unit
-    return int(min(max(TARGET_UNITS * loading.global_batch * around, LEAST_POOL), MOST_POOL))
+    unit_bytes = sum(c.frame_bytes(not loading.gpu) * (unit + c.steps - 1) for c in data.cameras)
+    return int(min(max(TARGET_UNITS * loading.global_batch * unit_bytes, LEAST_POOL), MOST_POOL))
 
 
 def prefetched_steps(data: Data, loading: Loading) -> int:
     """Optimizer steps whose batches may be prefetched."""
-    rgb = sum(camera.kept_bytes(rgb=True) * camera.steps for camera in data.cameras)
+    rgb = sum(camera.frame_bytes(rgb=True) * camera.steps for camera in data.cameras)
     step = max(1, rgb * loading.batch_size * loading.accumulation)
     return max(1, min(PREFETCH_STEPS, PREFETCH_BYTES // step))
 
 
 def step_bytes(data: Data, loading: Loading) -> int:
     """Bytes of the images of one optimizer step of one rank, as prefetched in memory."""
-    sizes = [c.kept_bytes(not loading.gpu) * c.steps * loading.batch_size for c in data.cameras]
+    sizes = [c.frame_bytes(not loading.gpu) * c.steps * loading.batch_size for c in data.cameras]
     return loading.accumulation * sum(pinned_bytes(size) if loading.gpu else size for size in sizes)
 
 
@@ -194,7 +188,7 @@ def gpu_cache_bytes(data: Data, loading: Loading, cache: CacheConfig) -> int:
     """Bytes of each GPU's memory for cached frames (`dataset.cache.tier=gpu`)."""
     if loading.tier != "gpu":
         return 0
-    return (-(-data.frames // loading.ranks) + GPU_SPARE_FRAMES) * data.scaled(cache).moment_bytes()
+    return (-(-data.frames // loading.ranks) + GPU_SPARE_FRAMES) * data.scaled(cache).bytes_per_row()
 
 
 # Cores.
@@ -214,7 +208,7 @@ AV1 on an ARM core, the others on an x86 core (benchmarks/results, 2026-11-15); 
 single images are estimates."""
 GATHER_S = 0.1e-3  # core seconds to copy such a frame into a batch
 REACHED = 0.8  # share of the pure decoding speed that loading reaches
-TWICE = 1.1  # decoded frames per frame if windows overlap: neighbouring units share frames
+OVERLAP = 1.1  # decoded frames per frame if windows overlap: neighbouring units share frames
 GPU_DECODER = 3500.0  # such frames/s of one GPU's decoder during training; measured on an H200
 
 
@@ -236,8 +230,8 @@ def expected_speed(data: Data) -> Speed:
     for camera in data.cameras:
         often, rarely = DECODE_S.get(camera.codec, DECODE_S["h264"])
         decode += (rarely if camera.gop >= LONG_GOP else often) * camera.pixels / VGA
-    kept = sum(camera.kept_bytes() * camera.steps for camera in data.cameras)
-    return Speed(decode, GATHER_S * kept / (VGA * 3 // 2))
+    sample_bytes = sum(camera.frame_bytes() * camera.steps for camera in data.cameras)
+    return Speed(decode, GATHER_S * sample_bytes / (VGA * 3 // 2))
 
 
 def measured_speed(data: Data, report: Mapping[str, Any]) -> Speed:
@@ -257,56 +251,56 @@ def measured_speed(data: Data, report: Mapping[str, Any]) -> Speed:
 class DataSupply:
     """Samples that a machine can load, and those that it could train on."""
 
-    wanted: float
+    demand: float
     """Samples per second that all its GPUs could train on without waiting."""
     loaded: float
     """Samples per second that it can load."""
     threads: int
-    """Threads that can load the wanted samples, for all ranks together."""
+    """Threads that can meet the demand, for all ranks together."""
     cores: int
     """Cores for those threads and the training processes."""
 
     @property
     def bound(self) -> bool:
         """Whether training waits for data."""
-        return self.loaded < self.wanted
+        return self.loaded < self.demand
 
     @property
     def stretch(self) -> float:
         """Factor on the step time from waiting for data."""
-        return max(1.0, self.wanted / self.loaded) if self.loaded else math.inf
+        return max(1.0, self.demand / self.loaded) if self.loaded else math.inf
 
 
 def supply(
-    data: Data, speed: Speed, loading: Loading, wanted: float, cores: int, *, kept: bool = False
+    data: Data, speed: Speed, loading: Loading, demand: float, cores: int, *, cached: bool = False
 ) -> DataSupply:
-    """Loading on a machine with this number of cores. `kept`: frames are cached from an earlier epoch."""
+    """Loading on a machine with this number of cores. `cached`: frames are cached from an earlier epoch."""
     if not data.cameras:
-        return DataSupply(wanted, math.inf, 0, loading.ranks)
-    again = TWICE if any(camera.steps > 1 for camera in data.cameras) else 1.0
-    decode_s = 0.0 if kept or loading.gpu_decoder else speed.decode_s * again
+        return DataSupply(demand, math.inf, 0, loading.ranks)
+    repeats = OVERLAP if any(camera.steps > 1 for camera in data.cameras) else 1.0
+    decode_s = 0.0 if cached or loading.gpu_decoder else speed.decode_s * repeats
     per_sample = (decode_s + speed.gather_s) / speed.reached  # core seconds
     free = max(1, cores - loading.ranks) if loading.workers else loading.ranks
     working = min(free, max(1, loading.workers) * loading.ranks)
     loaded = working / per_sample
-    if loading.gpu_decoder and not kept:
-        frames = sum(camera.pixels for camera in data.cameras) / VGA * again
+    if loading.gpu_decoder and not cached:
+        frames = sum(camera.pixels for camera in data.cameras) / VGA * repeats
         loaded = min(loaded, loading.ranks * GPU_DECODER / frames)
-    threads = max(loading.ranks, math.ceil(wanted * per_sample - 1e-9))
-    return DataSupply(wanted, loaded, threads, threads + loading.ranks)
+    threads = max(loading.ranks, math.ceil(demand * per_sample - 1e-9))
+    return DataSupply(demand, loaded, threads, threads + loading.ranks)
 
 
 def loading_seconds(samples: float, per_epoch: int, first: DataSupply, later: DataSupply) -> float:
     """Seconds to train on these samples. The first epoch may be slower than later ones, which use the cache."""
     fresh = min(samples, per_epoch)
-    return fresh / min(first.wanted, first.loaded) + (samples - fresh) / min(later.wanted, later.loaded)
+    return fresh / min(first.demand, first.loaded) + (samples - fresh) / min(later.demand, later.loaded)
 
 
 # Several runs on one GPU.
 
 
 @dataclass(frozen=True)
-class HostResources:
+class Resources:
     """What a machine has for experiments, or what one experiment needs."""
 
     gpu_memory: int
@@ -315,7 +309,7 @@ class HostResources:
 
 
 @dataclass(frozen=True)
-class RunsAtOnce:
+class ConcurrentRuns:
     """Experiments that run on one GPU at the same time."""
 
     fit: int
@@ -327,15 +321,14 @@ class RunsAtOnce:
     """Work per hour at best, relative to running them one after the other."""
 
 
-def experiments_at_once(machine: HostResources, one: HostResources, busy: float) -> RunsAtOnce:
+def concurrent_runs(machine: Resources, run: Resources, busy: float) -> ConcurrentRuns:
     """How many runs fit on a GPU, and how many are useful: a run that keeps the GPU `busy` half of the time leaves
     time for a second one. `machine` holds the resources for this one GPU."""
     assert 0 < busy <= 1
     fits = {
-        "GPU memory": machine.gpu_memory // max(1, one.gpu_memory),
-        "memory": machine.host_memory // max(1, one.host_memory),
-        "cores": machine.cores // max(1, one.cores),
+        "GPU memory": machine.gpu_memory // max(1, run.gpu_memory),
+        "memory": machine.host_memory // max(1, run.host_memory),
+        "cores": machine.cores // max(1, run.cores),
     }
-    limit = min(fits, key=lambda name: fits[name])
-    fit = fits[limit]
-    return RunsAtOnce(fit, limit, min(fit, math.ceil(1 / busy - 1e-9)), max(1.0, min(fit, 1 / busy)))
+    limit, fit = min(fits.items(), key=lambda resource: resource[1])
+    return ConcurrentRuns(fit, limit, min(fit, math.ceil(1 / busy - 1e-9)), max(1.0, min(fit, 1 / busy)))

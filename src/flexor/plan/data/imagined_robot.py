@@ -28,11 +28,8 @@ class Robot:
             for i in range(self.cameras)
         }
         state = {STATE: PolicyFeature(Kind.STATE, (self.state,))} if self.state else {}
-        policy = replace(
-            policy,
-            input_features={**images, **state},
-            output_features={ACTION: PolicyFeature(Kind.ACTION, (self.action,))},
-        )
+        action = {ACTION: PolicyFeature(Kind.ACTION, (self.action,))}
+        policy = replace(policy, input_features={**images, **state}, output_features=action)
         policy.validate()
         return policy
 
@@ -61,19 +58,14 @@ def usual_robot(policy: PolicyConfig) -> tuple[Robot, PolicyConfig]:
 def imagined_data(policy: PolicyConfig, frames: int) -> Data:
     """A dataset with the cameras of the policy, whose features must be filled in."""
     deltas = deltas_of(policy)
-    return Data(
-        frames,
-        tuple(
-            Camera(feature.shape[1], feature.shape[2], len(deltas.get(name, [0])))
-            for name, feature in policy.images.items()
-        ),
-    )
+    cameras = (Camera(f.shape[1], f.shape[2], len(deltas.get(n, [0]))) for n, f in policy.images.items())
+    return Data(frames, tuple(cameras))
 
 
 def parse_cameras(text: str) -> tuple[int, int, int]:
     """2x480x640 -> number, height, width."""
-    found = re.fullmatch(r"(\d+)x(\d+)x(\d+)", text)
-    if not found:
+    match = re.fullmatch(r"(\d+)x(\d+)x(\d+)", text)
+    if not match:
         raise ConfigError(f"--cameras={text} must be NUMBERxHEIGHTxWIDTH, such as 2x480x640.")
-    number, height, width = map(int, found.groups())
+    number, height, width = map(int, match.groups())
     return number, height, width

@@ -12,10 +12,8 @@ from bisect import bisect_left, insort
 from collections import defaultdict
 from collections.abc import Hashable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    from flexor.plan.trace.events import Event, StepEvents, Trace
+from flexor.plan.trace.events import Event, StepEvents, Trace, unfreed
 
 KIB, MIB, GIB = 1 << 10, 1 << 20, 1 << 30
 
@@ -64,14 +62,11 @@ class CachingAllocator:
 
     allocated: int = 0
     reserved: int = 0
-    peak_allocated: int = 0
     peak_reserved: int = 0
     retries: int = 0  # how often cached memory had to be returned to the driver
 
     _free: dict[tuple[int, bool], list[Entry]] = field(default_factory=lambda: defaultdict(list))
-    _ends: dict[tuple[int, bool], MemoryBlock] = field(
-        default_factory=dict
-    )  # last block of expandable segments
+    _ends: dict[tuple[int, bool], MemoryBlock] = field(default_factory=dict)  # of expandable segments
     _starts: dict[tuple[int, bool], int] = field(default_factory=dict)
     _next_address: int = 1 << 40
 
@@ -86,8 +81,6 @@ class CachingAllocator:
         if block.size > size:
             self._split(block, size)
         self.allocated += block.size
-        if self.allocated > self.peak_allocated:
-            self.peak_allocated = self.allocated
         return block
 
     def free(self, block: MemoryBlock | None) -> None:
@@ -105,10 +98,6 @@ class CachingAllocator:
             block = self._merge(block.before, block)
         insort(self._free[block.pool], block.entry)
 
-    def empty_cache(self) -> None:
-        """`torch.cuda.empty_cache`."""
-        self._give_back()
-
     # Blocks.
 
     def _best_fit(self, pool: tuple[int, bool], size: int) -> MemoryBlock | None:
@@ -123,9 +112,9 @@ class CachingAllocator:
 
     def _split(self, block: MemoryBlock, size: int) -> None:
         """Split off the unused rest of a block as a free block, unless it is too small."""
-        left = block.size - size
+        remaining = block.size - size
         small = block.pool[1] or self.expandable
-        if left < ROUND if small else left <= SMALL:
+        if remaining < ROUND if small else remaining <= SMALL:
             return
         rest = self._cut(block, size)
         rest.free = True
@@ -164,7 +153,7 @@ class CachingAllocator:
         nbytes = SMALL_SEGMENT if pool[1] else LARGE_SEGMENT if size < LARGE else _up(size, ROUND_SEGMENT)
         if self.capacity is not None and self.reserved + nbytes > self.capacity:
             self.retries += 1
-            self._give_back()
+            self.empty_cache()
         self._reserve(nbytes)
         block = MemoryBlock(self._next_address, nbytes, pool)
         self._next_address += nbytes + ROUND_SEGMENT  # segments never touch, so they never merge
@@ -173,15 +162,13 @@ class CachingAllocator:
     def _grow(self, pool: tuple[int, bool], size: int) -> MemoryBlock:
         """Add pages at the end of the segment; free space there is used first."""
         page = SMALL_SEGMENT if pool[1] else LARGE_SEGMENT
-        end = self._ends.get(pool)
-        there = end.size if end is not None and end.free else 0
-        if self.capacity is not None and self.reserved + _up(size - there, page) > self.capacity:
+        nbytes = _up(size - self._free_at_end(pool), page)
+        if self.capacity is not None and self.reserved + nbytes > self.capacity:
             self.retries += 1
-            self._give_back()
-            end = self._ends.get(pool)  # its pages may have been returned too
-            there = end.size if end is not None and end.free else 0
-        nbytes = _up(size - there, page)
+            self.empty_cache()
+            nbytes = _up(size - self._free_at_end(pool), page)  # the last pages may have been returned too
         self._reserve(nbytes)
+        end = self._ends.get(pool)
         if end is not None and end.free:
             self._take(end)
             end.size += nbytes
@@ -195,13 +182,17 @@ class CachingAllocator:
         self._ends[pool] = block
         return block
 
+    def _free_at_end(self, pool: tuple[int, bool]) -> int:
+        end = self._ends.get(pool)
+        return end.size if end is not None and end.free else 0
+
     def _reserve(self, nbytes: int) -> None:
         if self.capacity is not None and self.reserved + nbytes > self.capacity:
             raise OutOfMemory(f"{nbytes} bytes on top of {self.reserved} of {self.capacity}")
         self.reserved += nbytes
         self.peak_reserved = max(self.peak_reserved, self.reserved)
 
-    def _give_back(self) -> None:
+    def empty_cache(self) -> None:
         """Return completely free segments to the driver; of expandable segments, the completely free pages."""
         for pool, free in ((pool, free) for pool, free in self._free.items() if pool[0] not in self.private):
             blocks = [block for _, _, block in free]
@@ -209,9 +200,9 @@ class CachingAllocator:
                 for block in blocks:
                     self._unmap(pool, block)
                 continue
-            whole = {id(block) for block in blocks if block.before is None and block.after is None}
-            self.reserved -= sum(block.size for block in blocks if id(block) in whole)
-            free[:] = [entry for entry in free if id(entry[2]) not in whole]
+            unused = {id(block) for block in blocks if block.before is None and block.after is None}
+            self.reserved -= sum(block.size for block in blocks if id(block) in unused)
+            free[:] = [entry for entry in free if id(entry[2]) not in unused]
 
     def _unmap(self, pool: tuple[int, bool], block: MemoryBlock) -> None:
         """Return a free block's whole pages. Their addresses stay in use: the segment grows only at its end."""
@@ -252,13 +243,13 @@ class Peak:
 COMPUTING, COPYING, CAPTURING, IN_GRAPH = range(4)
 
 
-class _Player:
+class _Replay:
     """Replays the events of a trace on an allocator, and records the peak."""
 
     def __init__(self, trace: Trace, memory: CachingAllocator):
         self.trace, self.memory = trace, memory
         self.blocks: dict[int, MemoryBlock | None] = {}
-        self.held: dict[str, int] = defaultdict(int)
+        self.by_category: dict[str, int] = defaultdict(int)  # bytes allocated now
         self.batches: list[int] = []  # storages of the last step's batches
         self.stream = COMPUTING
         self.loads = [op.phase == "load" for op in trace.ops]
@@ -266,37 +257,37 @@ class _Player:
 
     def play(self, events: list[Event], step: int, fresh: bool = True) -> None:
         """Without `fresh`, memory that already exists, such as the optimizer's state, is not allocated again."""
-        for what, storage, nbytes, op in events:
-            if what == "dies":
+        for kind, storage, nbytes, op in events:
+            if kind == "free":
                 self._free(storage, self.blocks)
-            elif what == "scratch":
+            elif kind == "scratch":
                 block = self.memory.malloc(nbytes, self._stream_of(op))
-                self._look(op, step, 0 if block is None else block.size)
+                self._record(op, step, 0 if block is None else block.size)
                 self.memory.free(block)
             elif fresh or storage not in self.blocks:
-                self._born(storage, nbytes, self._stream_of(op))
-                self._look(op, step)
+                self._alloc(storage, nbytes, self._stream_of(op))
+                self._record(op, step)
 
     def _stream_of(self, op: int) -> int:
         return COPYING if op >= 0 and self.loads[op] else self.stream
 
-    def _born(self, storage: int, nbytes: int, stream: int) -> None:
+    def _alloc(self, storage: int, nbytes: int, stream: int) -> None:
         block = self.blocks[storage] = self.memory.malloc(nbytes, stream)
         if block is not None:
-            self.held[self.trace.category[storage]] += block.size
+            self.by_category[self.trace.category[storage]] += block.size
 
     def _free(self, storage: int, blocks: dict[int, MemoryBlock | None]) -> None:
         block = blocks.pop(storage, None)
         if block is not None:
-            self.held[self.trace.category[storage]] -= block.size
+            self.by_category[self.trace.category[storage]] -= block.size
             self.memory.free(block)
 
-    def _look(self, op: int, step: int, scratch: int = 0) -> None:
+    def _record(self, op: int, step: int, scratch: int = 0) -> None:
         if self.memory.allocated > self.peak.allocated:
             self.peak.allocated, self.peak.op, self.peak.step = self.memory.allocated, op, step
-            self.peak.by_category = dict(self.held)
+            self.peak.by_category = dict(self.by_category)
             if scratch:
-                self.peak.by_category["workspaces"] = self.held["workspaces"] + scratch
+                self.peak.by_category["workspaces"] = self.by_category["workspaces"] + scratch
         self.peak.timeline.append((op, self.memory.allocated))
 
     def step(self, step: StepEvents, again: bool) -> None:
@@ -311,7 +302,7 @@ class _Player:
         self.play(self.trace.events[step.start : step.loaded], step.number)
         for storage in list(old):
             self._free(storage, old)
-        self.batches = self._batches(step)
+        self.batches = unfreed(self.trace.events[step.start : step.loaded])
 
     def capture(self, step: StepEvents) -> None:
         """Capture a step in a CUDA graph, as `train.graph` does: eager memory is returned, and the graph gets its own.
@@ -326,40 +317,26 @@ class _Player:
         self.memory.empty_cache()
         for nbytes in self.trace.inputs:
             block = self.memory.malloc(nbytes)
-            self.held["batch"] += 0 if block is None else block.size
+            self.by_category["batch"] += 0 if block is None else block.size
         self.stream = IN_GRAPH
         self.memory.private.add(IN_GRAPH)
         events = self.trace.events[step.loaded : self._last_use(step)]
-        begin = self._backward(events)
-        # cuBLAS has one for each of the two threads, from its first matrix product on
-        for part, own in ((events[:begin], slice(0, 1)), (events[begin:], slice(1, None))):
-            for storage, nbytes in zip(workspaces[own], sizes[own]):
-                self._born(storage, nbytes, IN_GRAPH)
+        ops = self.trace.ops
+        backward = (n for n, e in enumerate(events) if e.op >= 0 and ops[e.op].phase == "backward")
+        begin = next(backward, len(events))
+        # cuBLAS has a workspace for each of the two threads, from its first matrix product on
+        for part, thread in ((events[:begin], slice(0, 1)), (events[begin:], slice(1, None))):
+            for storage, nbytes in zip(workspaces[thread], sizes[thread]):
+                self._alloc(storage, nbytes, IN_GRAPH)
             self.play(part, step.number, fresh=False)
         self.stream, captured = CAPTURING, list(self.peak.timeline)
         self.load(step)
         self.peak.timeline = captured
 
-    def _backward(self, events: list[Event]) -> int:
-        """Index of the first event of a backward pass."""
-        ops = self.trace.ops
-        found = (n for n, e in enumerate(events) if e.op >= 0 and ops[e.op].phase == "backward")
-        return next(found, len(events))
-
-    def _batches(self, step: StepEvents) -> list[int]:
-        """Storages of the step's batches: those that remain after loading."""
-        left: dict[int, None] = {}
-        for event in self.trace.events[step.start : step.loaded]:
-            if event.what == "born":
-                left[event.storage] = None
-            elif event.what == "dies":
-                left.pop(event.storage, None)
-        return list(left)
-
     def _last_use(self, step: StepEvents) -> int:
         """The trace frees its batches at the very end of the step; a run frees them when it has the next ones."""
         events, batches, at = self.trace.events, set(self.batches), step.end
-        while at > step.loaded and events[at - 1].what == "dies" and events[at - 1].storage in batches:
+        while at > step.loaded and events[at - 1].kind == "free" and events[at - 1].storage in batches:
             at -= 1
         return at
 
@@ -377,20 +354,20 @@ def replay(
     `graph`: after these steps of each phase, one is captured in a CUDA graph, which is replayed from there on.
     """
     memory = CachingAllocator(capacity, expandable)
-    player = _Player(trace, memory)
+    player = _Replay(trace, memory)
     player.play(trace.events[: trace.built], 0)
     if graph:
         _play_graphs(player, steps)
     else:
         for number in range(max(steps, len(trace.steps))):
-            seen = min(number, len(trace.steps) - 1)
-            player.step(trace.steps[seen], again=number > seen)
+            traced = min(number, len(trace.steps) - 1)
+            player.step(trace.steps[traced], again=number > traced)
     player.peak.reserved, player.peak.retries = memory.peak_reserved, memory.retries
     player.peak.by_category = {key: value for key, value in player.peak.by_category.items() if value}
     return player.peak
 
 
-def _play_graphs(player: _Player, eager: int) -> None:
+def _play_graphs(player: _Replay, eager: int) -> None:
     """Some eager steps of each phase, then a captured one. A phase with a graph key of an earlier one needs none."""
     player.stream = CAPTURING
     captured: set[Hashable] = set()

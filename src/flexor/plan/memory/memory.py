@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 
 from flexor.config.for_gpu import settle_for_gpu
-from flexor.config.schema import ParallelConfig, TrainConfig
+from flexor.config.schema import TrainConfig
 from flexor.plan.memory.allocator import MIB, OutOfMemory, Peak, replay
 from flexor.plan.memory.bound import LeastMemory, least_memory
 from flexor.plan.trace.cuda_on_meta import Card
@@ -38,13 +38,13 @@ SHARDED: tuple[Category, ...] = ("weights", "optimizer", "ema")
 
 
 @dataclass(frozen=True)
-class Share:
+class Parallelism:
     """How a run is distributed over processes."""
 
     strategy: str = "one process"
     world_size: int = 1
-    parts: int = 1
-    """Number of shards of each weight."""
+    shards: int = 1
+    """Of each weight."""
 
 
 @dataclass
@@ -53,7 +53,7 @@ class MemoryPlan:
 
     batch_size: int
     accumulation: int
-    share: Share
+    parallelism: Parallelism
     parts: dict[str, int]
     """weights, buffers, casts, gradients, optimizer, ema, batch, activations, workspaces, other: at the peak."""
     allocator: int
@@ -124,27 +124,12 @@ class MemoryPlanner:
         return self.plan(trace)
 
     def plan(self, trace: Trace) -> MemoryPlan:
-        share = self.share(trace)
-        return self._described(trace, self._replayed(trace, share), share)
-
-    def _replayed(self, trace: Trace, share: Share, capacity: int | None = None) -> Peak:
-        return replay(
-            shared_out(trace, share, self.config),
-            WARM_UP,
-            capacity=capacity,
-            expandable=self.expandable,
-            graph=is_captured(self.config, self.gpu, trace, share.world_size),
-        )
-
-    def share(self, trace: Trace) -> Share:
-        return share_of(self.config, self.gpu, trace, self.world_size, self.local_world_size)
-
-    def _described(self, trace: Trace, peak: Peak, share: Share) -> MemoryPlan:
+        peak = self._replayed(trace)
         op = trace.ops[peak.op]
         return MemoryPlan(
             batch_size=trace.batch_size,
             accumulation=trace.accumulation,
-            share=share,
+            parallelism=self.parallelism(trace),
             parts=peak.by_category,
             allocator=peak.reserved - peak.allocated,
             context=context_of(self.gpu, self.world_size),
@@ -155,23 +140,60 @@ class MemoryPlanner:
             timeline=peak.timeline,
         )
 
+    def _replayed(self, trace: Trace, capacity: int | None = None) -> Peak:
+        graph = is_captured(self.config, self.gpu, trace, self.world_size)
+        rank = self.trace_of_rank(trace)
+        return replay(rank, WARM_UP, capacity=capacity, expandable=self.expandable, graph=graph)
+
+    def trace_of_rank(self, trace: Trace) -> Trace:
+        """The trace of one process of a multi-process run."""
+        parallelism = self.parallelism(trace)
+        if parallelism.world_size == 1:
+            return trace
+        if parallelism.strategy == "ddp":
+            return _with_buckets(trace)
+        return _sharded(trace, parallelism.shards, self.config)
+
+    def parallelism(self, trace: Trace) -> Parallelism:
+        world_size, parallel = self.world_size, self.config.parallel
+        if world_size == 1:
+            return Parallelism()
+        strategy: str = parallel.strategy
+        if strategy == "auto":
+            strategy = self._automatic(trace)
+        if strategy == "ddp":
+            return Parallelism("ddp", world_size)
+        if strategy == "fsdp":
+            return Parallelism("fsdp", world_size, world_size)
+        _, shards = hsdp_sizes(world_size, self.local_world_size, parallel.dp_replicate, parallel.dp_shard)
+        return Parallelism("hsdp", world_size, shards)
+
+    def _automatic(self, trace: Trace) -> str:
+        """The same choice as in `train.build.pick_strategy`."""
+        average = 4 * trace.trained if self.config.ema.enable else 0
+        need, room = trace.nbytes("weights") + 3 * trace.gradients + average, self.gpu.memory // 2
+        if need <= room:
+            return "ddp"
+        nodes = self.world_size > self.local_world_size
+        return "hsdp" if nodes and need / self.local_world_size <= room else "fsdp"
+
     def fits(self, batch_size: int, accumulation: int | None = None) -> bool:
         """Whether it runs at all, even if torch must return cached memory to the driver at times."""
         trace = self.trace(batch_size, accumulation, costs=False)
         if self.least(trace).peak > self.capacity:
             return False
         try:
-            self._replayed(trace, self.share(trace), self.capacity)
+            self._replayed(trace, self.capacity)
         except OutOfMemory:
             return False
         return True
 
     def never_fits(self, trace: Trace) -> bool:
-        """Whether a run does not fit with any batch size: what it keeps is too much."""
-        return self.least(trace).kept > self.capacity
+        """Whether a run does not fit with any batch size: what is never freed is too much."""
+        return self.least(trace).state > self.capacity
 
     def least(self, trace: Trace) -> LeastMemory:
-        return least_memory(shared_out(trace, self.share(trace), self.config))
+        return least_memory(self.trace_of_rank(trace))
 
     @property
     def capacity(self) -> int:
@@ -237,111 +259,66 @@ def is_captured(config: TrainConfig, gpu: Card, trace: Trace, world_size: int) -
 # Many processes.
 
 
-def share_of(config: TrainConfig, gpu: Card, trace: Trace, world_size: int, local_world_size: int) -> Share:
-    if world_size == 1:
-        return Share()
-    parallel = config.parallel
-    strategy: str = parallel.strategy
-    if strategy == "auto":
-        strategy = _automatic(config, gpu, trace, world_size, local_world_size)
-    if strategy == "ddp":
-        return Share("ddp", world_size)
-    if strategy == "fsdp":
-        return Share("fsdp", world_size, world_size)
-    _, parts = hsdp_sizes(world_size, local_world_size, parallel.dp_replicate, parallel.dp_shard)
-    return Share("hsdp", world_size, parts)
-
-
-def _automatic(config: TrainConfig, gpu: Card, trace: Trace, world_size: int, local_world_size: int) -> str:
-    """The same choice as in `train.build.pick_strategy`."""
-    average = 4 * trace.trained if config.ema.enable else 0
-    need = trace.nbytes("weights") + 3 * trace.gradients + average
-    room = gpu.memory // 2
-    if need <= room:
-        return "ddp"
-    return "hsdp" if world_size > local_world_size and need / local_world_size <= room else "fsdp"
-
-
-def shared_out(trace: Trace, share: Share, config: TrainConfig) -> Trace:
-    """The trace of one process of a multi-process run."""
-    if share.world_size == 1:
-        return trace
-    if share.strategy == "ddp":
-        return _with_buckets(trace)
-    return _in_parts(trace, share.parts, config)
-
-
 def _with_buckets(trace: Trace) -> Trace:
     """DDP: gradients are stored in permanent buckets. Each is computed in separate memory and then copied there."""
     category: dict[int, Category] = dict(trace.category)
-    buckets = _births(_pieces(trace.gradients, BUCKET), category, "gradients")
-    own = {storage for storage, what in trace.category.items() if what == "gradients"}
+    full, rest = divmod(trace.gradients, BUCKET)
+    buckets = _allocations([BUCKET] * full + ([rest] if rest else []), category, "gradients")
+    gradients = {storage for storage, name in trace.category.items() if name == "gradients"}
 
     def change(events: list[Event]) -> list[Event]:
         out: list[Event] = []
-        waiting: int | None = None
+        uncopied: int | None = None
         for event in events:
-            if event.what == "dies" and event.storage in own:
+            if event.kind == "free" and event.storage in gradients:
                 continue
             out.append(event)
-            if event.what == "born" and waiting is not None:
-                out.append(Event("dies", waiting, 0, event.op))  # copied before the next one is computed
-                waiting = None
-            if event.what == "born" and event.storage in own:
-                waiting = event.storage
-        if waiting is not None:
-            out.append(Event("dies", waiting, 0, events[-1].op))
+            if event.kind == "alloc" and uncopied is not None:
+                out.append(Event("free", uncopied, 0, event.op))  # copied before the next one is computed
+                uncopied = None
+            if event.kind == "alloc" and event.storage in gradients:
+                uncopied = event.storage
+        if uncopied is not None:
+            out.append(Event("free", uncopied, 0, events[-1].op))
         return out
 
     return _rewritten(trace, buckets, change, category)
 
 
-def _in_parts(trace: Trace, parts: int, config: TrainConfig) -> Trace:
+def _sharded(trace: Trace, shards: int, config: TrainConfig) -> Trace:
     """FSDP: a shard of each weight, its gradient and its state; blocks are gathered while they compute.
 
     In addition to the shards: the rest of the policy outside of blocks, which is always gathered; two blocks (one
     computes while the next is gathered); and a block's gradient with the float32 buffer for its reduction over ranks.
     Weights are gathered in the lower precision, which replaces autocast's copies.
     """
-    parallel: ParallelConfig = config.parallel
-    lower = config.precision != "no"
-    *units, rest = (unit.gathered(lower) for unit in trace.units)
+    half = config.precision != "no"
+    *units, rest = (unit.gathered(half) for unit in trace.units)
     units = sorted(units, reverse=True)
-    whole = rest + sum(units[:2] if parallel.reshard_after_forward else units)
+    weights = rest + sum(units[:2] if config.parallel.reshard_after_forward else units)
     largest = max(trace.units, key=lambda unit: unit.trained)
-    gathered = [whole, largest.gradients(lower), largest.trained * 4]
+    gradients = [largest.gradients(half), largest.trained * 4, -(-trace.gradients // shards)]
     category: dict[int, Category] = dict(trace.category)
-    added = [
-        *_births(gathered[:1], category, "weights"),
-        *_births([*gathered[1:], -(-trace.gradients // parts)], category, "gradients"),
-    ]
-    on_host = ("weights", "optimizer") if parallel.cpu_offload else ()
+    added = [*_allocations([weights], category, "weights"), *_allocations(gradients, category, "gradients")]
+    on_host = ("weights", "optimizer") if config.parallel.cpu_offload else ()
 
     def change(events: list[Event]) -> list[Event]:
         out = []
         for event in events:
-            what = trace.category.get(event.storage)
-            if what in SHARDED and event.what == "born":
-                event = event._replace(nbytes=0 if what in on_host else -(-event.nbytes // parts))
-            if what not in ("casts", "gradients"):
+            name = trace.category.get(event.storage)
+            if name in SHARDED and event.kind == "alloc":
+                event = event._replace(nbytes=0 if name in on_host else -(-event.nbytes // shards))
+            if name not in ("casts", "gradients"):
                 out.append(event)
         return out
 
     return _rewritten(trace, added, change, category)
 
 
-def _pieces(nbytes: int, most: int) -> list[int]:
-    whole, left = divmod(nbytes, most)
-    return [most] * whole + ([left] if left else [])
-
-
-def _births(sizes: Iterable[int], category: dict[int, Category], what: Category) -> list[Event]:
-    """Allocations to add to a trace."""
-    events = []
-    for nbytes in sizes:
-        number = max(category) + 1
-        category[number] = what
-        events.append(Event("born", number, nbytes, 0))
+def _allocations(sizes: Iterable[int], category: dict[int, Category], name: Category) -> list[Event]:
+    """Allocations to add to a trace; their storages are added to `category`."""
+    events = [Event("alloc", storage, size, 0) for storage, size in enumerate(sizes, max(category) + 1)]
+    category |= {event.storage: name for event in events}
     return events
 
 

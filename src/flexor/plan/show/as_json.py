@@ -21,7 +21,7 @@ def to_json(study: Comparison) -> dict[str, Any]:
         "gpu": plan.site.gpu.name,
         "gpus": plan.site.gpus,
         "nodes": plan.site.nodes,
-        "strategy": plan.memory.share.strategy,
+        "strategy": plan.memory.parallelism.strategy,
         "batch_size": plan.split.batch_size,
         "accumulation": plan.split.accumulation,
         "global_batch_size": plan.split.global_batch,
@@ -36,7 +36,7 @@ def to_json(study: Comparison) -> dict[str, Any]:
         "data": _data(plan),
         "host": _host(plan),
         "robot": _robot(plan),
-        "experiments": asdict(plan.together) if plan.together else None,
+        "experiments": asdict(plan.concurrent) if plan.concurrent else None,
         "money": _money(plan),
         "changes": [_change(change) for change in study.changes],
         "remedy": [change.setting for change in study.remedy],
@@ -63,7 +63,7 @@ def _memory(plan: Plan) -> dict[str, Any]:
 
 
 def _time(plan: Plan) -> dict[str, Any]:
-    step = plan.pace.step
+    step = plan.run_time.step
     return {
         "step_s": step.seconds,
         "spread": step.spread,
@@ -80,21 +80,21 @@ def _time(plan: Plan) -> dict[str, Any]:
         "mfu": step.mfu,
         "waits": list(plan.waits),
         "samples_per_s": plan.samples_per_s,
-        "run_s": plan.pace.seconds,
+        "run_s": plan.run_time.seconds,
     }
 
 
 def _data(plan: Plan) -> dict[str, Any]:
-    pace = plan.pace
+    first, later = plan.run_time.first, plan.run_time.later
     return {
         "frames": plan.data.frames,
-        "tier": pace.tier,
+        "tier": plan.loading.tier,
         "bound": plan.data_bound,
-        "wanted_samples_per_s": pace.later.wanted,
-        "first_epoch_samples_per_s": pace.first.loaded,
-        "later_samples_per_s": pace.later.loaded,
-        "threads_needed": pace.later.threads,
-        "cores_needed": pace.later.cores,
+        "wanted_samples_per_s": later.demand,
+        "first_epoch_samples_per_s": first.loaded,
+        "later_samples_per_s": later.loaded,
+        "threads_needed": later.threads,
+        "cores_needed": later.cores,
     }
 
 
@@ -105,37 +105,37 @@ def _host(plan: Plan) -> dict[str, Any]:
         **{f"disk_{name}_bytes": size for name, size in asdict(plan.disk).items()},
         "disk_bytes": plan.disk.total,
         "checkpoint_bytes": plan.checkpoint,
-        "checkpoints_at_most": plan.kept.most,
+        "checkpoints_at_most": plan.checkpoints.most,
         "cores": plan.site.host.cores,
         "source": plan.site.host.source,
     }
 
 
 def _robot(plan: Plan) -> dict[str, Any]:
-    wire = plan.robot
+    exchange = plan.robot
     return {
         "rate_hz": plan.rate_hz,
-        "exchanges_per_s": wire.per_s,
-        "observation_raw_bytes": wire.raw,
-        "observation_jpeg_bytes": wire.jpeg,
-        "answer_bytes": wire.answer,
-        "up_raw_mbit_per_s": wire.mbit_up(False),
-        "up_jpeg_mbit_per_s": wire.mbit_up(True),
-        "down_mbit_per_s": wire.mbit_down,
+        "exchanges_per_s": exchange.per_s,
+        "observation_raw_bytes": exchange.raw,
+        "observation_jpeg_bytes": exchange.jpeg,
+        "answer_bytes": exchange.answer,
+        "up_raw_mbit_per_s": exchange.mbit_up(False),
+        "up_jpeg_mbit_per_s": exchange.mbit_up(True),
+        "down_mbit_per_s": exchange.mbit_down,
     }
 
 
 def _money(plan: Plan) -> dict[str, Any]:
-    paid, site = plan.money, plan.site
+    money, site = plan.money, plan.site
     return {
-        "rent_usd": paid.rent,
+        "rent_usd": money.rent,
         "rent_usd_per_hour": site.usd_per_hour,
         "rent_source": site.price_source,
-        "energy_kwh": paid.energy.kwh,
-        "energy_usd": paid.energy.usd,
-        "power_w": paid.energy.watts,
-        "buy_usd": paid.own.usd if paid.own else None,
-        "buying_pays_after_hours": paid.against.hours if paid.against else None,
+        "energy_kwh": money.energy.kwh,
+        "energy_usd": money.energy.usd,
+        "power_w": money.energy.watts,
+        "buy_usd": money.purchase.usd if money.purchase else None,
+        "buying_pays_after_hours": money.break_even.hours if money.break_even else None,
     }
 
 
@@ -153,7 +153,7 @@ def _change(change: Change) -> dict[str, Any]:
     return {
         "name": change.name,
         "setting": change.setting,
-        "harm": change.harm.name.lower(),
+        "harm": change.impact.name.lower(),
         "saves_bytes": change.effect.memory,
         "step_times": change.effect.time,
         "gpus_times": change.effect.gpus,

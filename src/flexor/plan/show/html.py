@@ -7,7 +7,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from flexor.pages.page import page as whole_page
+from flexor.pages.page import page as html_page
 from flexor.plan.compare import Comparison
 from flexor.plan.memory.memory import MemoryPlanner
 from flexor.plan.show.report import duration, number, render
@@ -28,11 +28,11 @@ def page(study: Comparison) -> str:
         ("Step time by batch size", batch_plot(study)),
         ("Cost and time of the run, for every GPU that can be rented", cost_plot(study)),
     ]
-    drawn = "\n".join(
+    plots = "\n".join(
         f"<figure>\n<figcaption>{caption}</figcaption>\n{plot}\n</figure>" for caption, plot in figures
     )
-    body = f"<h1>{html.escape(title)}</h1>\n{drawn}\n<pre>{html.escape(render(study))}</pre>"
-    return whole_page(title, body=body)
+    body = f"<h1>{html.escape(title)}</h1>\n{plots}\n<pre>{html.escape(render(study))}</pre>"
+    return html_page(title, body=body)
 
 
 # The three plots.
@@ -46,10 +46,10 @@ def memory_plot(study: Comparison) -> str:
     room = (plan.site.gpu.memory - plan.memory.context) / 1e9
     top = max(size for _, size in points) * 1.1
     axes = Axes((0, points[-1][0]), (0, max(top, room) if room < 2 * top else top))
-    drawn = axes.frame("operation", "GB allocated", "{:.0f}".format, number) + axes.line(points)
+    plot = axes.frame("operation", "GB allocated", "{:.0f}".format, number) + axes.line(points)
     if room <= axes.y[1]:
-        drawn += axes.level(room, f"memory of the {plan.site.gpu.name}")
-    return svg(drawn)
+        plot += axes.level(room, f"memory of the {plan.site.gpu.name}")
+    return svg(plot)
 
 
 def batch_plot(study: Comparison) -> str:
@@ -62,21 +62,16 @@ def batch_plot(study: Comparison) -> str:
         trace = planner.traces.at(
             size, plan.split.accumulation, plan.site.gpu, world_size=plan.site.world_size, exact=False
         )
-        step = step_time(
-            trace,
-            plan.site.gpu,
-            config=plan.config,
-            share=plan.memory.share,
-            link=plan.site.slowest_link,
-        )
+        parallelism, link = plan.memory.parallelism, plan.site.slowest_link
+        step = step_time(trace, plan.site.gpu, config=plan.config, parallelism=parallelism, link=link)
         points.append((math.log2(size), step.seconds * 1e3))
     axes = Axes((0, max(1, points[-1][0])), (0, max(time for _, time in points) * 1.1))
-    drawn = axes.frame("batch size", "ms", lambda x: f"{2**x:.0f}", "{:.0f}".format, whole=True)
-    drawn += axes.line(points)
-    for place, time in points:
-        now = round(2**place) == plan.split.batch_size
-        drawn += axes.dot(place, time, f"batch {2**place:.0f}: {time:.1f} ms", best=now)
-    return svg(drawn)
+    plot = axes.frame("batch size", "ms", lambda x: f"{2**x:.0f}", "{:.0f}".format, integers=True)
+    plot += axes.line(points)
+    for x, time in points:
+        planned = round(2**x) == plan.split.batch_size
+        plot += axes.dot(x, time, f"batch {2**x:.0f}: {time:.1f} ms", best=planned)
+    return svg(plot)
 
 
 def cost_plot(study: Comparison) -> str:
@@ -86,19 +81,17 @@ def cost_plot(study: Comparison) -> str:
     hours = [math.log10(choice.hours) for choice, _ in priced]
     dollars = [math.log10(cost) for _, cost in priced]
     axes = Axes(_widened(hours), _widened(dollars))
-    drawn = axes.frame("time for the run", "USD", lambda x: duration(10**x * 3600), lambda y: number(10**y))
-    named: list[tuple[float, float]] = []
+    plot = axes.frame("time for the run", "USD", lambda x: duration(10**x * 3600), lambda y: number(10**y))
+    labels: list[tuple[float, float]] = []
     for (choice, cost), x, y in zip(priced, hours, dollars):
         best = _is_best(x, y, hours, dollars)
         text = f"{choice.gpus} x {choice.gpu.name}"
-        drawn += axes.dot(x, y, f"{text}: {duration(choice.hours * 3600)}, {cost:.2f} USD", best=best)
-        place = axes.at(x, y)
-        if best and all(abs(place[1] - other[1]) > 12 or abs(place[0] - other[0]) > 110 for other in named):
-            named.append(place)
-            drawn += (
-                f'<text class="name" x="{place[0] + 7:.0f}" y="{place[1] + 4:.0f}">{html.escape(text)}</text>'
-            )
-    return svg(drawn)
+        plot += axes.dot(x, y, f"{text}: {duration(choice.hours * 3600)}, {cost:.2f} USD", best=best)
+        across, down = axes.at(x, y)
+        if best and all(abs(down - label[1]) > 12 or abs(across - label[0]) > 110 for label in labels):
+            labels.append((across, down))
+            plot += f'<text class="name" x="{across + 7:.0f}" y="{down + 4:.0f}">{html.escape(text)}</text>'
+    return svg(plot)
 
 
 def _is_best(x: float, y: float, hours: Sequence[float], dollars: Sequence[float]) -> bool:
@@ -138,28 +131,24 @@ class Axes:
         up: str,
         name_x: Callable[[float], str],
         name_y: Callable[[float], str],
-        whole: bool = False,
+        integers: bool = False,
     ) -> str:
-        """Grid lines with their values, and the names of the axes. `whole`: a mark at each integer on the x axis."""
-        marks = (
-            [math.ceil(self.x[0]) + i for i in range(int(self.x[1] - self.x[0]) + 1)]
-            if whole
-            else ticks(*self.x)
-        )
-        drawn = ""
+        """Grid lines with their values, and the names of the axes. `integers`: a mark at each integer on the x axis."""
+        marks = ticks(*self.x)
+        if integers:
+            marks = [math.ceil(self.x[0]) + i for i in range(int(self.x[1] - self.x[0]) + 1)]
+        frame = ""
         for value in marks:
             x, y = self.at(value, self.y[0])
-            drawn += (
-                f'<text x="{x:.0f}" y="{y + 16:.0f}" text-anchor="middle">{html.escape(name_x(value))}</text>'
-            )
+            name = html.escape(name_x(value))
+            frame += f'<text x="{x:.0f}" y="{y + 16:.0f}" text-anchor="middle">{name}</text>'
         for value in ticks(*self.y):
             x, y = self.at(self.x[0], value)
-            drawn += f'<line class="grid" x1="{x:.0f}" y1="{y:.1f}" x2="{WIDTH - 16}" y2="{y:.1f}"/>'
-            drawn += (
-                f'<text x="{x - 6:.0f}" y="{y + 4:.0f}" text-anchor="end">{html.escape(name_y(value))}</text>'
-            )
-        drawn += f'<text x="{WIDTH - 16}" y="{HEIGHT - 4}" text-anchor="end">{across}</text>'
-        return drawn + f'<text x="4" y="12">{up}</text>'
+            name = html.escape(name_y(value))
+            frame += f'<line class="grid" x1="{x:.0f}" y1="{y:.1f}" x2="{WIDTH - 16}" y2="{y:.1f}"/>'
+            frame += f'<text x="{x - 6:.0f}" y="{y + 4:.0f}" text-anchor="end">{name}</text>'
+        frame += f'<text x="{WIDTH - 16}" y="{HEIGHT - 4}" text-anchor="end">{across}</text>'
+        return frame + f'<text x="4" y="12">{up}</text>'
 
     def line(self, points: Sequence[tuple[float, float]]) -> str:
         places = [self.at(*point) for point in points]
@@ -172,8 +161,8 @@ class Axes:
 
     def level(self, value: float, title: str) -> str:
         x, y = self.at(self.x[0], value)
-        drawn = f'<line class="limit" x1="{x:.0f}" y1="{y:.1f}" x2="{WIDTH - 16}" y2="{y:.1f}"/>'
-        return f'{drawn}<text x="{x + 6:.0f}" y="{y - 5:.0f}">{html.escape(title)}</text>'
+        line = f'<line class="limit" x1="{x:.0f}" y1="{y:.1f}" x2="{WIDTH - 16}" y2="{y:.1f}"/>'
+        return f'{line}<text x="{x + 6:.0f}" y="{y - 5:.0f}">{html.escape(title)}</text>'
 
 
 def ticks(low: float, high: float) -> list[float]:

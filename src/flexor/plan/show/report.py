@@ -6,19 +6,19 @@ from dataclasses import asdict
 
 from flexor.core.console import table
 from flexor.core.machine import gigabytes
-from flexor.plan.advise import Change, Harm, would_be_captured
+from flexor.plan.advise import Impact, would_be_captured
 from flexor.plan.compare import Comparison
 from flexor.plan.memory.memory import MOST
 from flexor.plan.plan import HOURS_PER_MONTH, Plan
 from flexor.plan.rank import Choice, cheapest, fastest
 from flexor.policies.external import short_name
 
-SHOWN = 10  # choices in the terminal
-HARMS = {
-    Harm.TIME: "time",
-    Harm.HARDWARE: "more GPUs",
-    Harm.ROUNDING: "rounding",
-    Harm.LEARNING: "different training",
+LISTED = 10  # choices in the terminal
+IMPACTS = {
+    Impact.TIME: "time",
+    Impact.HARDWARE: "more GPUs",
+    Impact.ROUNDING: "rounding",
+    Impact.LEARNING: "different training",
 }
 
 
@@ -43,19 +43,19 @@ def render(study: Comparison) -> str:
 
 def answer(study: Comparison) -> str:
     plan = study.plan
-    gpu, step = plan.site.gpu, plan.pace.step
+    gpu, step = plan.site.gpu, plan.run_time.step
     policy = short_name(plan.config.policy.type)
     verdict = "fits" if plan.fits else "DOES NOT FIT"
     lines = [
         f"{policy} {verdict} on {machines(plan)}: {gb(plan.peak)} of {gb(gpu.memory)} GB at peak.",
-        f"A step takes {duration(step.seconds)} {plus_minus(step.spread)}. The run takes "
-        f"{duration(plan.pace.seconds)} for {plan.config.steps:,} steps ({number(plan.epochs)} epochs)"
+        f"A step takes {duration(step.seconds)} (+-{step.spread:.0%}). The run takes "
+        f"{duration(plan.run_time.seconds)} for {plan.config.steps:,} steps ({number(plan.epochs)} epochs)"
         f"{f' and costs {usd(plan.money.rent)} to rent' if plan.money.rent is not None else ''}.",
     ]
     if plan.data_bound:
         lines.append(
-            f"Data loading is the bottleneck: it delivers {plan.pace.later.loaded:.0f} samples/s, and the training "
-            f"could use {plan.pace.later.wanted:.0f}."
+            f"Data loading is the bottleneck: it delivers {plan.run_time.later.loaded:.0f} samples/s, and the training "
+            f"could use {plan.run_time.later.demand:.0f}."
         )
     if not plan.fits and study.remedy:
         lines.append(f"It would fit with {' '.join(change.setting for change in study.remedy)}.")
@@ -81,34 +81,29 @@ def _memory(plan: Plan) -> str:
     parts = sorted(memory.parts.items(), key=lambda part: -part[1])
     rows += [[f"  {name}", gb(size)] for name, size in parts if size >= 5e6]
     small = sum(size for _, size in parts if size < 5e6)
-    if small:
-        rows.append(["  other small parts", gb(small)])
+    rows += [["  other small parts", gb(small)]] if small else []
     rows.append(["  reserved by torch's allocator, unused", gb(memory.allocator)])
     rows.append(["  CUDA context and libraries", gb(memory.context)])
     if plan.frames_on_gpu:
         rows.append(["  cached frames of the dataset", gb(plan.frames_on_gpu)])
     rows.append(["  total at peak", gb(plan.peak)])
-    where = memory.phase + (f", in {memory.module}" if memory.module else "") + f" ({memory.operation})"
+    module = f", in {memory.module}" if memory.module else ""
     lines = [
         table(rows),
-        f"The peak is in: {where}. Batch size {split.batch_size} in {precision_of(plan)}"
+        f"The peak is in: {memory.phase}{module} ({memory.operation}). "
+        f"Batch size {split.batch_size} in {precision_of(plan)}"
         + (f" in {split.accumulation} passes" if split.accumulation > 1 else "")
-        + (f", {memory.share.strategy} on {split.world_size} GPUs" if split.world_size > 1 else "")
+        + (f", {memory.parallelism.strategy} on {split.world_size} GPUs" if split.world_size > 1 else "")
         + f"; {plan.trained / 1e6:.1f} of {plan.parameters / 1e6:.1f} million parameters are trained.",
     ]
     if plan.largest_batch is not None:
         more = " or more" if plan.largest_batch == MOST else ""
         lines.append(f"The largest batch size that fits is {plan.largest_batch}{more}.")
-    if plan.together:
-        some = plan.together
-        lines.append(
-            f"{some.fit} such runs fit on this GPU at once (the limit is {some.limit}); "
-            + (
-                f"{some.useful} at once do {some.faster:.1f} times as much work per hour as one."
-                if some.useful > 1
-                else "more than one at once would not do more work per hour."
-            )
-        )
+    if runs := plan.concurrent:
+        gain = "more than one at once would not do more work per hour"
+        if runs.useful > 1:
+            gain = f"{runs.useful} at once do {runs.faster:.1f} times as much work per hour as one"
+        lines.append(f"{runs.fit} such runs fit on this GPU at once (the limit is {runs.limit}); {gain}.")
     return "\n".join(lines)
 
 
@@ -125,7 +120,7 @@ BOUNDS = {
 
 
 def _time(plan: Plan) -> str:
-    step = plan.pace.step
+    step = plan.run_time.step
     rows: list[list[object]] = [["step time", "ms"]]
     rows += [[f"  {name}", ms(seconds)] for name, seconds in sorted(step.gpu.items(), key=lambda x: -x[1])]
     rows.append(["  GPU work, total", ms(step.gpu_seconds)])
@@ -162,78 +157,74 @@ def _time(plan: Plan) -> str:
     return "\n".join(lines)
 
 
+TIERS = {
+    "stream": "decoded again in each epoch",
+    "ram": "cached in host memory",
+    "disk": "cached on disk",
+    "gpu": "cached on the GPU",
+}
+
+
 def _host(plan: Plan) -> str:
-    host, disk, later = plan.host_memory, plan.disk, plan.pace.later
+    host, disk, later = plan.host_memory, plan.disk, plan.run_time.later
     rows: list[list[object]] = [["per node", "GB"]]
     rows += [[f"  memory: {name}", gb(size)] for name, size in asdict(host).items() if size >= 5e6]
     rows.append(["  memory, total", gb(host.total)])
     rows += [[f"  disk: {name}", gb(size)] for name, size in asdict(disk).items() if size]
     rows.append(["  disk, total at most", gb(disk.total)])
-    waits = (
+    threads = (
         f"Loading would need {later.threads} threads in total (now {plan.loading.workers} per GPU)"
         if later.bound
         else f"Loading needs {later.threads} of {plan.loading.workers * plan.loading.ranks} threads"
     )
     first = ""
-    if plan.pace.first.bound and not later.bound:
+    if plan.run_time.first.bound and not later.bound:
         first = (
-            f" The first epoch waits for decoding: it delivers {plan.pace.first.loaded:.0f} of the "
-            f"{later.wanted:.0f} samples/s that the training could use."
+            f" The first epoch waits for decoding: it delivers {plan.run_time.first.loaded:.0f} of the "
+            f"{later.demand:.0f} samples/s that the training could use."
         )
-    return "\n".join(
-        [
-            table(rows),
-            f"Frames: {_tier(plan.pace.tier)}. {waits}; the host has {plan.site.host.cores} cores and "
-            f"{plan.site.host.memory / 1e9:.0f} GB ({plan.site.host.source}).{first}",
-        ]
+    return (
+        f"{table(rows)}\nFrames: {TIERS[plan.loading.tier]}. {threads}; the host has {plan.site.host.cores} cores and "
+        f"{plan.site.host.memory / 1e9:.0f} GB ({plan.site.host.source}).{first}"
     )
 
 
-def _tier(tier: str) -> str:
-    return {
-        "stream": "decoded again in each epoch",
-        "ram": "cached in host memory",
-        "disk": "cached on disk",
-        "gpu": "cached on the GPU",
-    }[tier]
-
-
 def _robot(plan: Plan) -> str:
-    wire = plan.robot
+    robot = plan.robot
     return (
-        f"network: an observation takes {gigabytes(wire.raw)} raw or {gigabytes(wire.jpeg)} as JPEG, and is sent "
-        f"{wire.per_s:.2g} times per second: {wire.mbit_up(False):.2f} or {wire.mbit_up(True):.2f} Mbit/s from robot "
-        f"to server, {wire.mbit_down:.2f} Mbit/s back, at {plan.rate_hz:g} actions per second."
+        f"network: an observation takes {gigabytes(robot.raw)} raw or {gigabytes(robot.jpeg)} as JPEG, and is sent "
+        f"{robot.per_s:.2g} times per second: {robot.mbit_up(False):.2f} or {robot.mbit_up(True):.2f} Mbit/s from "
+        f"robot to server, {robot.mbit_down:.2f} Mbit/s back, at {plan.rate_hz:g} actions per second."
     )
 
 
 def _money(plan: Plan, study: Comparison) -> str:
-    paid, site = plan.money, plan.site
+    money, energy, site = plan.money, plan.money.energy, plan.site
     lines = []
-    if paid.rent is not None and site.usd_per_hour is not None:
-        lines.append(f"rent: {usd(paid.rent)} at {usd(site.usd_per_hour)} per hour ({site.price_source}).")
+    if money.rent is not None and site.usd_per_hour is not None:
+        lines.append(f"rent: {usd(money.rent)} at {usd(site.usd_per_hour)} per hour ({site.price_source}).")
     lines.append(
-        f"energy: {paid.energy.kwh:.2f} kWh at {paid.energy.watts:.0f} W, {usd(paid.energy.usd)} on your own machine "
+        f"energy: {energy.kwh:.2f} kWh at {energy.watts:.0f} W, {usd(energy.usd)} on your own machine "
         f"({study.hardware.prices.kwh:g} USD/kWh)."
     )
-    if paid.own:
+    if money.purchase:
         lines.append(_buying(plan, study))
     return "\n".join(lines)
 
 
 def _buying(plan: Plan, study: Comparison) -> str:
-    own, against = plan.money.own, plan.money.against
-    assert own
-    text = f"buying: {usd(own.usd)} for such a machine"
-    if against is None:
+    purchase, break_even = plan.money.purchase, plan.money.break_even
+    assert purchase
+    text = f"buying: {usd(purchase.usd)} for such a machine"
+    if break_even is None:
         return f"{text}; no rental price is known to compare with."
-    if against.hours is None or against.months is None:
+    if break_even.hours is None or break_even.months is None:
         return f"{text}; this never pays off, because its energy per hour costs more than renting."
-    runs = against.hours / plan.pace.hours
-    within = "within" if against.buys else "beyond"
+    runs = break_even.hours / plan.run_time.hours
+    within = "within" if break_even.within_lifetime else "beyond"
     return (
-        f"{text}; it is cheaper than renting after {against.hours:,.0f} hours ({runs:,.0f} such runs, "
-        f"{against.months:.0f} months of {HOURS_PER_MONTH:g} hours), {within} its assumed lifetime of "
+        f"{text}; it is cheaper than renting after {break_even.hours:,.0f} hours ({runs:,.0f} such runs, "
+        f"{break_even.months:.0f} months of {HOURS_PER_MONTH:g} hours), {within} its assumed lifetime of "
         f"{study.hardware.prices.years:g} years."
     )
 
@@ -242,20 +233,18 @@ def _choices(study: Comparison) -> str:
     fitting = [choice for choice in study.choices if choice.fits]
     if not fitting:
         return "It fits on none of the compared GPUs, even with a batch size of 1."
-    shown = fitting[:SHOWN]
-    quick, cheap = fastest(fitting), cheapest(fitting)
-    if quick and quick not in shown:
-        shown.append(quick)
+    listed = fitting[:LISTED]
+    fast, cheap = fastest(fitting), cheapest(fitting)
+    if fast and fast not in listed:
+        listed.append(fast)
     rows: list[list[object]] = [["GPU", "count", "batch", "peak GB", "step", "run", "USD", "bottleneck", ""]]
-    for choice in shown:
-        marks = [word for word, best in (("cheapest", cheap), ("fastest", quick)) if choice is best]
+    for choice in listed:
+        marks = [word for word, best in (("cheapest", cheap), ("fastest", fast)) if choice is best]
         rows.append([*_row(choice), " and ".join(marks)])
-    left = len(study.choices) - len(fitting)
-    text = f"the same training (global batch size {study.plan.split.global_batch}) on other hardware, cheapest first:"
-    more = f"{len(fitting)} of {len(study.choices)} combinations fit" + (
-        f"; {left} have too little memory." if left else "."
-    )
-    return f"{text}\n{table(rows)}\n{more}"
+    too_small = len(study.choices) - len(fitting)
+    title = f"the same training (global batch size {study.plan.split.global_batch}) on other hardware, cheapest first:"
+    rest = f"; {too_small} have too little memory" if too_small else ""
+    return f"{title}\n{table(rows)}\n{len(fitting)} of {len(study.choices)} combinations fit{rest}."
 
 
 def _row(choice: Choice) -> list[object]:
@@ -279,14 +268,11 @@ def _changes(study: Comparison) -> str:
     rows: list[list[object]] = [
         ["suggested changes, least harmful first", "saves GB", "step time", "harm", ""]
     ]
-    rows += [_change(change) for change in study.changes]
+    for change in study.changes:
+        assert change.effect
+        saved, time = gb(change.effect.memory), f"x {change.effect.time:.2f}"
+        rows.append([change.setting, saved, time, IMPACTS[change.impact], change.why])
     return table(rows)
-
-
-def _change(change: Change) -> list[object]:
-    effect = change.effect
-    assert effect
-    return [change.setting, gb(effect.memory), f"x {effect.time:.2f}", HARMS[change.harm], change.why]
 
 
 def _assumptions(study: Comparison) -> str:
@@ -317,10 +303,6 @@ def ms(seconds: float) -> str:
 
 def usd(amount: float) -> str:
     return f"{amount:,.2f} USD" if amount < 100 else f"{amount:,.0f} USD"
-
-
-def plus_minus(spread: float) -> str:
-    return f"(+-{spread:.0%})"
 
 
 def number(value: float) -> str:

@@ -24,7 +24,7 @@ import torch
 from flexor.core.errors import ConfigError
 from flexor.core.typed import closest, from_plain
 
-OWN_FILE = "FLEXOR_GPUS"  # environment variable with the path of a user's file
+GPUS_FILE = "FLEXOR_GPUS"  # environment variable with the path of a user's file
 DTYPES = ("fp32", "tf32", "bf16", "fp16", "fp8", "int8")
 INSTEAD = {"tf32": "fp32", "bf16": "fp32", "fp16": "fp32"}  # type that is used if the GPU has no unit for it
 PCIE_LANE = {3: 0.985e9, 4: 1.969e9, 5: 3.938e9, 6: 7.563e9}  # bytes/s of one lane in one direction
@@ -140,7 +140,7 @@ class Prices:
 
 @dataclass(frozen=True)
 class Hardware:
-    """All GPUs and prices that are known."""
+    """All GPUs and prices in the data."""
 
     gpus: dict[str, GPU]
     flavors: tuple[Flavor, ...]
@@ -149,34 +149,31 @@ class Hardware:
 
     def find(self, name: str) -> GPU:
         """The GPU with this name, alias or driver name."""
-        found = _named(name, self.gpus.values())
-        if len(found) == 1:
-            return found[0]
-        if found:
-            raise ConfigError(
-                f"GPU {name!r} is ambiguous: it may be {' or '.join(gpu.name for gpu in found)}. Use one of "
-                "these names."
-            )
-        names = {_folded(known): gpu.name for gpu in self.gpus.values() for known in (gpu.name, *gpu.aliases)}
-        near = dict.fromkeys(
-            names[n] for n in difflib.get_close_matches(_folded(name), names, n=4, cutoff=0.5)
-        )
+        matches = _named(name, self.gpus.values())
+        if len(matches) == 1:
+            return matches[0]
+        if matches:
+            names = " or ".join(gpu.name for gpu in matches)
+            raise ConfigError(f"GPU {name!r} is ambiguous: it may be {names}. Use one of these names.")
+        folded = {_folded(each): gpu.name for gpu in self.gpus.values() for each in (gpu.name, *gpu.aliases)}
+        close = difflib.get_close_matches(_folded(name), folded, n=4, cutoff=0.5)
+        near = dict.fromkeys(folded[each] for each in close)
         hint = f"Did you mean {' or '.join(near)}?" if near else f"Available: {', '.join(self.gpus)}."
         raise ConfigError(
-            f"Unknown GPU {name!r}. {hint} Describe your own GPU in a file: --gpus-file or ${OWN_FILE}."
+            f"Unknown GPU {name!r}. {hint} Describe your own GPU in a file: --gpus-file or ${GPUS_FILE}."
         )
 
     def recognise(self, device_name: str, memory: int | None = None) -> GPU | None:
         """The GPU with the name from `torch.cuda.get_device_name()`; `memory` in bytes distinguishes variants.
 
-        If the memory differs from the known GPU, the result is that GPU with this memory.
+        If the memory differs from that of the data sheet, the result is that GPU with this memory.
         """
-        found = _named(device_name, self.gpus.values())
-        if not found:
+        matches = _named(device_name, self.gpus.values())
+        if not matches:
             return None
         if memory is None:
-            return found[0] if len(found) == 1 else None
-        gpu = min(found, key=lambda gpu: abs(gpu.memory - memory))
+            return matches[0] if len(matches) == 1 else None
+        gpu = min(matches, key=lambda gpu: abs(gpu.memory - memory))
         if abs(gpu.memory - memory) <= SAME_MEMORY * memory:
             return gpu
         return replace(gpu, memory_gib=memory / 2**30)
@@ -186,47 +183,33 @@ class Hardware:
         fitting = [f for f in self.flavors if f.gpu == gpu.name and f.gpus == gpus]
         return sorted(fitting, key=lambda flavor: flavor.usd_per_hour)
 
-    def flavor(self, name: str) -> Flavor:
-        """A flavor by its name, as NAME or CLOUD/NAME."""
-        found = [f for f in self.flavors if name in (f.name, f"{f.cloud}/{f.name}")]
-        if len(found) == 1:
-            return found[0]
-        full = [f"{f.cloud}/{f.name}" for f in found or self.flavors]
-        if found:
-            raise ConfigError(
-                f"Flavor {name!r} is ambiguous: it may be {' or '.join(full)}. Use one of these names."
-            )
-        raise ConfigError(
-            f"Unknown flavor {name!r}. {closest(name, [*full, *(f.name for f in self.flavors)])}"
-        )
-
 
 def load_hardware(file: Path | str | None = None) -> Hardware:
     """The built-in data, extended and overridden by $FLEXOR_GPUS and then by `file`."""
     data = tomllib.loads(resources.files("flexor.plan.site").joinpath("gpus.toml").read_text())
-    for own in (os.environ.get(OWN_FILE), file):
-        if own:
-            _correct(data, _read(Path(own).expanduser()), str(own))
+    for path in (os.environ.get(GPUS_FILE), file):
+        if path:
+            _correct(data, _read(Path(path).expanduser()), str(path))
     return _build(data)
 
 
 def gpu_here(hardware: Hardware) -> GPU | None:
     """The GPU of this machine that torch would train on; None if there is none."""
     if torch.cuda.is_available():
-        about = torch.cuda.get_device_properties(torch.cuda.current_device())
-        name, memory = about.name, about.total_memory
-        known = f'sms = {about.multi_processor_count}\ncapability = "{about.major}.{about.minor}"\n'
+        device = torch.cuda.get_device_properties(torch.cuda.current_device())
+        name, memory = device.name, device.total_memory
+        lines = f'sms = {device.multi_processor_count}\ncapability = "{device.major}.{device.minor}"\n'
     elif torch.backends.mps.is_available() and sys.platform == "darwin":
-        asked = ["sysctl", "-n", "machdep.cpu.brand_string"]
-        name = subprocess.run(asked, capture_output=True, text=True, check=True).stdout.strip()
-        memory, known = torch.mps.recommended_max_memory(), 'maker = "apple"\nunified = true\n'
+        command = ["sysctl", "-n", "machdep.cpu.brand_string"]
+        name = subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+        memory, lines = torch.mps.recommended_max_memory(), 'maker = "apple"\nunified = true\n'
     else:
         return None
     gpu = hardware.recognise(name, memory)
     if gpu is None:
         raise ConfigError(
             f"This machine's GPU {name!r} is unknown. Write its data sheet values to a file, and pass it with "
-            f'--gpus-file or ${OWN_FILE}:\n\n[gpus."{name}"]\nmemory_gib = {memory / 2**30:.2f}\n{known}'
+            f'--gpus-file or ${GPUS_FILE}:\n\n[gpus."{name}"]\nmemory_gib = {memory / 2**30:.2f}\n{lines}'
             "bandwidth_gb_s = ...\ntflops = { fp32 = ..., bf16 = ... }\ntdp_w = ..."
         )
     return gpu
@@ -243,9 +226,9 @@ def _folded(name: str) -> str:
 
 def _named(name: str, gpus: Iterable[GPU]) -> list[GPU]:
     """The GPU with this name; otherwise all GPUs with this alias."""
-    wanted, gpus = _folded(name), list(gpus)
-    exactly = [gpu for gpu in gpus if _folded(gpu.name) == wanted]
-    return exactly or [gpu for gpu in gpus if wanted in map(_folded, gpu.aliases)]
+    folded, gpus = _folded(name), list(gpus)
+    exact = [gpu for gpu in gpus if _folded(gpu.name) == folded]
+    return exact or [gpu for gpu in gpus if folded in map(_folded, gpu.aliases)]
 
 
 # Files.
@@ -260,27 +243,22 @@ def _read(path: Path) -> dict[str, Any]:
         raise ConfigError(f"{path} is not valid TOML: {error}.") from error
 
 
-def _correct(data: dict[str, Any], own: Mapping[str, Any], file: str) -> None:
+def _correct(data: dict[str, Any], tables: Mapping[str, Any], file: str) -> None:
     """Merge a user's tables over the built-in ones. A GPU may have any of its names there."""
-    unknown = own.keys() - data.keys()
+    unknown = tables.keys() - data.keys()
     if unknown:
         raise ConfigError(f"{file}: unknown table {min(unknown)!r}. {closest(min(unknown), data)}")
-    own = dict(own)
-    if "gpus" in own:
-        known = [
-            GPU(name, 0, 0, {}, 0, aliases=tuple(v.get("aliases", ()))) for name, v in data["gpus"].items()
-        ]
-        corrected = {}
-        for name, figures in _table(own["gpus"], f"{file}: gpus").items():
-            figures = dict(_table(figures, f"{file}: gpus.{name}"))
-            same = _named(name, known)
-            if len(same) == 1:
-                name = same[0].name
-                theirs = f"{data['gpus'][name].get('source', '')}; {', '.join(figures)}: {file}"
-                figures.setdefault("source", theirs)
-            corrected[name] = {"source": file, **figures}
-        own["gpus"] = corrected
-    _merge(data, own)
+    gpus = [GPU(name, 0, 0, {}, 0, aliases=tuple(v.get("aliases", ()))) for name, v in data["gpus"].items()]
+    corrected = {}
+    for name, figures in _table(tables.get("gpus", {}), f"{file}: gpus").items():
+        figures = dict(_table(figures, f"{file}: gpus.{name}"))
+        matches = _named(name, gpus)
+        if len(matches) == 1:
+            name = matches[0].name
+            source = f"{data['gpus'][name].get('source', '')}; {', '.join(figures)}: {file}"
+            figures.setdefault("source", source)
+        corrected[name] = {"source": file, **figures}
+    _merge(data, {**tables, "gpus": corrected})
 
 
 def _merge(below: dict[str, Any], above: Mapping[str, Any]) -> None:
@@ -304,11 +282,11 @@ def _build(data: Mapping[str, Any]) -> Hardware:
         name: _parse(Purchase, price, f"prices.buy.{name}") for name, price in prices.pop("buy", {}).items()
     }
     flavors = []
-    for cloud, about in data["clouds"].items():
-        about = dict(_table(about, f"clouds.{cloud}"))
-        for name, machine in about.pop("flavors", {}).items():
+    for cloud, table in data["clouds"].items():
+        common = dict(_table(table, f"clouds.{cloud}"))
+        for name, machine in common.pop("flavors", {}).items():
             where = f"clouds.{cloud}.flavors.{name}"
-            flavors.append(_parse(Flavor, {**about, **machine, "cloud": cloud, "name": name}, where))
+            flavors.append(_parse(Flavor, {**common, **machine, "cloud": cloud, "name": name}, where))
     hardware = Hardware(gpus, tuple(flavors), purchases, _parse(Prices, prices, "prices"))
     for name in (*purchases, *(flavor.gpu for flavor in flavors)):
         if name not in gpus:

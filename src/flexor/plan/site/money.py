@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from flexor.plan.site.hardware import GPU, Flavor, Prices, Purchase
+from flexor.plan.site.hardware import GPU, Prices, Purchase
 
 IDLE = 0.2  # share of its power that an idle GPU draws
 HOST_W = 120.0  # of a workstation without its GPUs; with unified memory, tdp_w covers the whole machine
@@ -24,24 +24,17 @@ class Energy:
     usd: float
 
 
-def energy(
-    gpu: GPU, gpus: int, hours: float, prices: Prices, *, busy: float = 1.0, host_w: float | None = None
-) -> Energy:
+def energy(gpu: GPU, gpus: int, hours: float, prices: Prices, *, busy: float = 1.0) -> Energy:
     """Energy of a run on your own machine. `busy`: share of the time in which the GPUs compute."""
     assert 0 <= busy <= 1 and hours >= 0
-    around = (0.0 if gpu.unified else HOST_W) if host_w is None else host_w
-    watts = gpus * gpu.tdp_w * (IDLE + (1 - IDLE) * busy) + around
+    watts = gpus * gpu.tdp_w * (IDLE + (1 - IDLE) * busy) + (0.0 if gpu.unified else HOST_W)
     return Energy(watts, watts * hours / 1e3, watts * hours / 1e3 * prices.kwh)
 
 
-def rent(flavor: Flavor, hours: float) -> float:
+def rent(usd_per_hour: float, hours: float, billed_by_s: int = 1) -> float:
     """US dollars for these hours, rounded up to the cloud's billing unit."""
-    return rent_of(flavor.usd_per_hour, hours, flavor.billed_by_s)
-
-
-def rent_of(usd_per_hour: float, hours: float, billed_by_s: int = 1) -> float:
-    begun = math.ceil(hours * 3600 / billed_by_s - 1e-9)
-    return begun * billed_by_s / 3600 * usd_per_hour
+    units = math.ceil(hours * 3600 / billed_by_s - 1e-9)
+    return units * billed_by_s / 3600 * usd_per_hour
 
 
 @dataclass(frozen=True)
@@ -59,29 +52,29 @@ class Purchased:
 
 def buy(gpu: GPU, gpus: int, purchase: Purchase, prices: Prices, *, busy: float = 1.0) -> Purchased:
     """The GPUs and the machine around them."""
-    paid = purchase.usd * gpus + (0 if purchase.whole_machine else prices.workstation)
-    return Purchased(paid, paid * prices.resale, energy(gpu, gpus, 1, prices, busy=busy).usd)
+    usd = purchase.usd * gpus + (0 if purchase.whole_machine else prices.workstation)
+    return Purchased(usd, usd * prices.resale, energy(gpu, gpus, 1, prices, busy=busy).usd)
 
 
 @dataclass(frozen=True)
-class BuyOrRent:
+class BreakEven:
     """When your own machine has cost less than renting the same."""
 
     hours: float | None
     """Hours of use until then; None if that never happens."""
     months: float | None
     """Months until then, with the given use."""
-    buys: bool
-    """Whether that is within the machine's assumed lifetime."""
+    within_lifetime: bool
+    """Whether that is before the end of the machine's assumed lifetime."""
 
 
-def buy_or_rent(
-    own: Purchased, rented_usd_per_hour: float, hours_per_month: float, prices: Prices
-) -> BuyOrRent:
+def break_even(
+    purchase: Purchased, rented_usd_per_hour: float, hours_per_month: float, prices: Prices
+) -> BreakEven:
     """Compare the hourly rent with the machine's loss of value plus hourly energy."""
     assert 0 < hours_per_month <= HOURS_PER_MONTH
-    saved = rented_usd_per_hour - own.usd_per_hour
+    saved = rented_usd_per_hour - purchase.usd_per_hour
     if saved <= 0:
-        return BuyOrRent(None, None, False)
-    hours = own.lost / saved
-    return BuyOrRent(hours, hours / hours_per_month, hours <= prices.years * 12 * hours_per_month)
+        return BreakEven(None, None, False)
+    hours = purchase.lost / saved
+    return BreakEven(hours, hours / hours_per_month, hours <= prices.years * 12 * hours_per_month)

@@ -50,47 +50,13 @@ def exchange(
     horizon: int,
     executed: int,
     rate_hz: float,
-    history: int = 1,
 ) -> Exchange:
     """The exchange for cameras of (height, width), and a state and actions of this many float32 values.
 
-    Of each chunk of `horizon` actions, `executed` are executed, at `rate_hz` actions per second. `history`:
-    observations per request.
+    Of each chunk of `horizon` actions, `executed` are executed, at `rate_hz` actions per second.
     """
     assert 0 < executed <= horizon and rate_hz > 0
-    numbers = state * 4 * history
-    raw = history * sum(height * width * 3 for height, width in cameras) + numbers
-    jpeg = history * sum(jpeg_bytes(height, width) for height, width in cameras) + numbers
-    return Exchange(
-        raw=round(raw * OVERHEAD),
-        jpeg=round(jpeg * OVERHEAD),
-        answer=round(horizon * actions * 4 * OVERHEAD),
-        per_s=rate_hz / executed,
-    )
-
-
-@dataclass(frozen=True)
-class Delay:
-    """From an observation to the first action of its chunk, in seconds."""
-
-    upload: float
-    latency: float
-    """Network latency, both ways."""
-    inference: float
-    download: float
-
-    @property
-    def total(self) -> float:
-        return self.upload + self.latency + self.inference + self.download
-
-    def steps(self, rate_hz: float) -> float:
-        """Actions that the robot needs during this time."""
-        return self.total * rate_hz
-
-
-def delay(
-    one: Exchange, *, up_mbit: float, down_mbit: float, round_trip_s: float, inference_s: float, jpeg: bool
-) -> Delay:
-    """How old an observation is when the robot acts on it."""
-    sent = one.jpeg if jpeg else one.raw
-    return Delay(sent * 8e-6 / up_mbit, round_trip_s, inference_s, one.answer * 8e-6 / down_mbit)
+    raw = sum(height * width * 3 for height, width in cameras) + 4 * state
+    jpeg = sum(jpeg_bytes(height, width) for height, width in cameras) + 4 * state
+    raw, jpeg, answer = (round(size * OVERHEAD) for size in (raw, jpeg, horizon * actions * 4))
+    return Exchange(raw, jpeg, answer, rate_hz / executed)

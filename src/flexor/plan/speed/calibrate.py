@@ -28,7 +28,7 @@ from flexor.plan.data.imagined_robot import Robot
 from flexor.plan.memory.memory import MemoryPlanner
 from flexor.plan.site.hardware import GPU
 from flexor.plan.speed.ceilings import fastest
-from flexor.plan.speed.measure import WARM_UP, Measured
+from flexor.plan.speed.measure import WARM_UP, MeasuredRun
 from flexor.plan.speed.speeds import VIEW, Sample, Speeds, sample_of
 from flexor.plan.speed.time import step_time, steps_ops
 from flexor.plan.trace.events import Trace
@@ -60,16 +60,16 @@ class Check(NamedTuple):
 
 def calibrations() -> dict[str, Calibration]:
     """The policies that are measured, and with which inputs."""
-    found = {kind: policy_class(kind).Config.calibration for kind in POLICIES}
-    return {kind: calibration for kind, calibration in found.items() if calibration}
+    every = {kind: policy_class(kind).Config.calibration for kind in POLICIES}
+    return {kind: calibration for kind, calibration in every.items() if calibration}
 
 
-def calibrate(gpu: GPU, say: Callable[[str], None]) -> Speeds:
+def calibrate(gpu: GPU, log: Callable[[str], None]) -> Speeds:
     """Measured speeds of this GPU and its host, for plans."""
     kinds = calibrations()
     samples: list[Sample] = []
     checks: list[Check] = []
-    say("preparing the measurement of the host")
+    log("preparing the measurement of the host")
     with contextlib.ExitStack() as stack:
         hosts = [
             stack.enter_context(HostMeasurement(kind, precision, gpu))
@@ -79,25 +79,19 @@ def calibrate(gpu: GPU, say: Callable[[str], None]) -> Speeds:
         for kind in kinds:
             for precision in PRECISIONS:
                 for config, batch in _runs(kind, precision, gpu):
-                    last = ", channels last" if config.channels_last else ""
-                    say(f"{kind}, {'float32' if precision == 'no' else precision}{last}, batch {batch}")
+                    layout = ", channels last" if config.channels_last else ""
+                    log(f"{kind}, {'float32' if precision == 'no' else precision}{layout}, batch {batch}")
                     _measure(config, batch, gpu, samples, checks)
             for host in hosts:
-                host.look()
+                host.measure()
         gaps = [host.gap() for host in hosts]
-    say("matrix products of large models")
-    here = torch.device("cuda", torch.cuda.current_device())
-    samples += [sample_of(op, seconds, gpu) for op, seconds in large_products(here)]
+    log("matrix products of large models")
+    device = torch.device("cuda", torch.cuda.current_device())
+    samples += [sample_of(op, seconds, gpu) for op, seconds in large_products(device)]
     costs = {kind: _mean(host.costs() for host in hosts if host.kind == kind) for kind in kinds}
     costs["any"] = _mean(costs.values())
-    speeds = Speeds(
-        gpu.name,
-        torch.__version__,
-        str(date.today()),
-        tuple(merged(samples)),
-        costs,
-        gap=statistics.median(gaps),
-    )
+    measured = (str(date.today()), tuple(merged(samples)), costs)
+    speeds = Speeds(gpu.name, torch.__version__, *measured, gap=statistics.median(gaps))
     return _with_errors(speeds, gpu, checks)
 
 
@@ -116,10 +110,10 @@ def _runs(kind: str, precision: str, gpu: GPU) -> Iterator[tuple[TrainConfig, in
 def _measure(config: TrainConfig, batch: int, gpu: GPU, samples: list[Sample], checks: list[Check]) -> None:
     """The operations of a step, and the time of whole steps, eager and as a CUDA graph."""
     trace = trace_step(config, batch, gpu)
-    with Measured(config, batch) as run:
+    with MeasuredRun(config, batch) as run:
         checks.append(Check(config, trace, run.steps(STEPS)))
-        timed, _ = run.operations(trace)
-        samples += [sample_of(op, seconds, gpu) for op, seconds in timed if seconds > 0]
+        operations, _ = run.operations(trace)
+        samples += [sample_of(op, seconds, gpu) for op, seconds in operations if seconds > 0]
         run.capture()
         checks.append(Check(replace(config, step="graph"), trace, run.steps(STEPS)))
 
@@ -133,11 +127,8 @@ def large_products(device: torch.device) -> Iterator[tuple[Op, float]]:
                 torch.randn(*shape, device=device, dtype=torch.bfloat16)
                 for shape in ((rows, inner), (columns, inner), (rows, columns), (columns,))
             )
-            for function, factors in (
-                (addmm, (bias, x, weight.t())),
-                (mm, (gradient, weight)),
-                (mm, (gradient.t(), x)),
-            ):
+            products = ((addmm, (bias, x, weight.t())), (mm, (gradient, weight)), (mm, (gradient.t(), x)))
+            for function, factors in products:
                 op = describe(function, factors, factors, [function(*factors)], "forward")
                 yield op, fastest(functools.partial(function, *factors), device, PRODUCT_WINDOWS, PRODUCT_S)
 
@@ -151,37 +142,37 @@ def settings(
     **changes: Any,
 ) -> TrainConfig:
     """A run of a policy with eager steps and its defaults, except for `changes`."""
-    usual = calibrations()[kind]
-    robot = robot or Robot(*usual[:3])
-    policy = robot.fill_in(policy_class(kind).Config(**{**usual.settings, **changes}))
+    calibration = calibrations()[kind]
+    robot = robot or Robot(*calibration[:3])
+    policy = robot.fill_in(policy_class(kind).Config(**{**calibration.settings, **changes}))
     return TrainConfig(policy=policy, precision=precision, step="eager", channels_last=channels_last)  # type: ignore[arg-type]
 
 
 def merged(samples: Iterable[Sample]) -> list[Sample]:
     """One sample per operation and size: the median of the measured times."""
-    seen: dict[tuple[str, str, tuple[float, ...]], list[float]] = defaultdict(list)
-    for name, dtype, at, times in samples:
-        seen[name, dtype, at].append(times)
-    return [Sample(*place, times=round(statistics.median(seen[place]), 3)) for place in sorted(seen)]
+    groups: dict[tuple[str, str, tuple[float, ...]], list[float]] = defaultdict(list)
+    for name, dtype, extents, times in samples:
+        groups[name, dtype, extents].append(times)
+    return [Sample(*key, times=round(statistics.median(times), 3)) for key, times in sorted(groups.items())]
 
 
-class HostMeasurement(Measured):
+class HostMeasurement(MeasuredRun):
     """A policy's steps with almost no GPU work: how long the host takes per operation."""
 
     def __init__(self, kind: str, precision: str, gpu: GPU):
         self.kind = kind
-        usual = calibrations()[kind]
-        tiny = Robot(usual.cameras, min(usual.height, 96), min(usual.width, 96))
-        config = settings(kind, precision, tiny, channels_last=True, **usual.narrow)
+        calibration = calibrations()[kind]
+        tiny = Robot(calibration.cameras, min(calibration.height, 96), min(calibration.width, 96))
+        config = settings(kind, precision, tiny, channels_last=True, **calibration.narrow)
         self.ops = list(steps_ops(trace_step(config, 2, gpu)))
-        self.seen: list[dict[str, float]] = []
+        self.measurements: list[dict[str, float]] = []  # host seconds by phase
         super().__init__(config, 2)
 
-    def look(self) -> None:
+    def measure(self) -> None:
         self.window(WARM_UP)  # the previous measurement has freed its memory
         seconds, phases = self.window(FEW), self.host(FEW)
-        pace = seconds / sum(phases.values())  # `host` waits after each step, which slows the host down
-        self.seen.append({phase: pace * time for phase, time in phases.items()})
+        scale = seconds / sum(phases.values())  # `host` waits after each step, which slows the host down
+        self.measurements.append({phase: scale * time for phase, time in phases.items()})
 
     def gap(self) -> float:
         """GPU seconds between two kernels of these steps as a CUDA graph. From here on, they are one."""
@@ -191,8 +182,10 @@ class HostMeasurement(Measured):
 
     def costs(self) -> dict[str, float]:
         """Host seconds per common operation, by phase of a step."""
-        usual = {phase: statistics.median(seen[phase] for seen in self.seen) for phase in self.seen[0]}
-        return per_operation(self.ops, usual)
+        phases = self.measurements[0]
+        return per_operation(
+            self.ops, {p: statistics.median(m[p] for m in self.measurements) for p in phases}
+        )
 
 
 def per_operation(ops: Iterable[Op], seconds: dict[str, float]) -> dict[str, float]:
@@ -205,11 +198,11 @@ def per_operation(ops: Iterable[Op], seconds: dict[str, float]) -> dict[str, flo
 
 
 def _mean(costs: Iterable[dict[str, float]]) -> dict[str, float]:
-    seen: dict[str, list[float]] = defaultdict(list)
+    phases: dict[str, list[float]] = defaultdict(list)
     for cost in costs:
         for phase, seconds in cost.items():
-            seen[phase].append(seconds)
-    return {phase: statistics.mean(all_of_it) for phase, all_of_it in seen.items()}
+            phases[phase].append(seconds)
+    return {phase: statistics.mean(seconds) for phase, seconds in phases.items()}
 
 
 def _with_errors(speeds: Speeds, gpu: GPU, checks: list[Check]) -> Speeds:
@@ -218,5 +211,5 @@ def _with_errors(speeds: Speeds, gpu: GPU, checks: list[Check]) -> Speeds:
     for config, trace, seconds in checks:
         planned = step_time(trace, gpu, config=config, speeds=speeds)
         errors["host" if planned.bound == "host" else "gpu"].append(abs(planned.seconds / seconds - 1))
-    spreads = {bound: max([LEAST, *some]) for bound, some in errors.items()}
+    spreads = {bound: max([LEAST, *values]) for bound, values in errors.items()}
     return replace(speeds, spread_gpu=spreads["gpu"], spread_host=max(spreads["host"], spreads["gpu"]))

@@ -45,10 +45,10 @@ def ceiling_of_run(device: torch.device, precision: str) -> float | None:
 def measure_ceilings(device: torch.device, precision: str) -> Ceilings:
     """Measure with the settings of torch (such as TF32) that a run on this device has made."""
     flops = _arithmetic(device, DTYPES[precision], WINDOWS, WINDOW_S)
-    return Ceilings(flops, _bandwidth(device), arithmetic_of(device, precision))
+    return Ceilings(flops, _bandwidth(device), _arithmetic_type(device, precision))
 
 
-def arithmetic_of(device: torch.device, precision: str) -> str:
+def _arithmetic_type(device: torch.device, precision: str) -> str:
     if precision != "no":
         return precision
     allowed = device.type == "cuda" and torch.backends.cuda.matmul.allow_tf32
@@ -75,8 +75,8 @@ def seconds_each(work: Callable[[], object], count: int, device: torch.device) -
 
 def _arithmetic(device: torch.device, dtype: torch.dtype, windows: int, window_s: float) -> float:
     edge = CPU_EDGE if device.type == "cpu" else GPU_EDGE
-    own = torch.Generator(device).manual_seed(0)  # a run's random values do not depend on a measurement
-    left, right = (torch.randn(edge, edge, device=device, generator=own).to(dtype) for _ in range(2))
+    generator = torch.Generator(device).manual_seed(0)  # a run's random values do not depend on a measurement
+    left, right = (torch.randn(edge, edge, device=device, generator=generator).to(dtype) for _ in range(2))
     out = torch.empty_like(left)
     return 2 * edge**3 / fastest(lambda: torch.mm(left, right, out=out), device, windows, window_s)
 

@@ -17,7 +17,7 @@ from flexor.config.for_gpu import settle_for_gpu
 from flexor.config.schema import TrainConfig
 from flexor.plan.speed.time import steps_ops
 from flexor.plan.trace.events import Category, Event, Trace
-from flexor.plan.trace.ops import OWN, Op, Phase
+from flexor.plan.trace.ops import NAMESPACE, Op, Phase
 from flexor.plan.trace.rehearsal import Rehearsal
 from flexor.train import graph
 
@@ -59,7 +59,7 @@ class Memory:
     """All used GPU memory; this is the process's memory if no other process uses the GPU."""
 
 
-class Measured:
+class MeasuredRun:
     """A run on the GPU, eager or as a CUDA graph, as its settings say. Its memory is freed at the end."""
 
     def __init__(self, config: TrainConfig, batch_size: int, accumulation: int = 1):
@@ -69,8 +69,8 @@ class Measured:
         self.watch = Stopwatch()
         config = settle_for_gpu(config, torch.cuda.get_device_capability(self.device))
         self.run = Rehearsal(config, batch_size, accumulation, self.watch, self.device)
-        self.number = self.run.steps_to_see()[-1]  # of a step in the last phase
-        for number in self.run.steps_to_see():
+        self.number = self.run.steps_to_trace()[-1]  # of a step in the last phase
+        for number in self.run.steps_to_trace():
             self.run.step(number)
         self.window(WARM_UP)
 
@@ -102,12 +102,10 @@ class Measured:
 
     def memory(self) -> Memory:
         free, total = torch.cuda.mem_get_info()
-        statistics = torch.cuda.memory_stats()
-        reserved_now = statistics["reserved_bytes.all.current"]
-        reserved = statistics["reserved_bytes.all.peak"]
-        return Memory(
-            statistics["allocated_bytes.all.peak"], reserved, total - free - reserved_now + reserved
-        )
+        stats = torch.cuda.memory_stats()
+        reserved = stats["reserved_bytes.all.peak"]
+        outside = total - free - stats["reserved_bytes.all.current"]
+        return Memory(stats["allocated_bytes.all.peak"], reserved, outside + reserved)
 
     def host(self, count: int = 10) -> dict[str, float]:
         """Host seconds for each phase of a step, with an idle GPU at the start of the step."""
@@ -160,12 +158,9 @@ def pair(ops: list[Op], events: list[Any]) -> tuple[list[tuple[Op, float]], floa
             traced[op.name].append((op.shapes[:1], op))
     for name, shape, seconds in _profiled(events, set(traced)):
         profiled[name].append((shape, seconds))
-    paired = []
-    for name, some in traced.items():
-        for ours, theirs in _alike(some, profiled[name]):
-            paired += list(zip(ours, theirs))
-    in_all = sum(sum(kernel.duration for kernel in event.kernels) for event in events) * 1e-6
-    return paired, sum(seconds for _, seconds in paired) / max(in_all, 1e-12)
+    paired = [pair for name, ops_of_name in traced.items() for pair in _matches(ops_of_name, profiled[name])]
+    total = sum(sum(kernel.duration for kernel in event.kernels) for event in events) * 1e-6
+    return paired, sum(seconds for _, seconds in paired) / max(total, 1e-12)
 
 
 def _profiled(events: list[Any], names: set[str]) -> Iterator[tuple[str, tuple, float]]:
@@ -175,18 +170,19 @@ def _profiled(events: list[Any], names: set[str]) -> Iterator[tuple[str, tuple, 
     while waiting:
         event = waiting.pop()
         name = event.name.removeprefix("aten::")  # Flexor's own operators keep their namespace
-        if name in names and event.name.startswith(("aten::", OWN)):
+        if name in names and event.name.startswith(("aten::", NAMESPACE)):
             shape = next((tuple(s) for s in event.input_shapes or [] if s), None)
             yield name, () if shape is None else (shape,), event.device_time_total * 1e-6
         else:
             waiting += sorted(event.cpu_children, key=lambda e: e.time_range.start, reverse=True)
 
 
-def _alike(ours: list[tuple], theirs: list[tuple]) -> Iterator[tuple[list, list]]:
-    if len(ours) == len(theirs):
-        yield [op for _, op in ours], [seconds for _, seconds in theirs]
+def _matches(traced: list[tuple], profiled: list[tuple]) -> Iterator[tuple[Op, float]]:
+    """Pairs of an operation and its seconds, from the (shape, operation) and the (shape, seconds) of one name."""
+    if len(traced) == len(profiled):
+        yield from zip((op for _, op in traced), (seconds for _, seconds in profiled))
         return
-    for shape in {shape for shape, _ in ours}:
-        some, others = ([x for at, x in both if at == shape] for both in (ours, theirs))
-        if len(some) == len(others):
-            yield some, others
+    for shape in {shape for shape, _ in traced}:
+        ops, seconds = ([value for at, value in pairs if at == shape] for pairs in (traced, profiled))
+        if len(ops) == len(seconds):
+            yield from zip(ops, seconds)

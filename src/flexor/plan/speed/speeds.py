@@ -101,59 +101,53 @@ class Speeds:
     elsewhere: bool = False
     """Measured on another machine, so the host differs even if the GPU is the same."""
 
-    def issue(self, op: Op, policy: str) -> float:
+    def launch_s(self, op: Op, policy: str) -> float:
         """Host seconds to launch the operation."""
         phases = self.host.get(policy, self.host["any"])
         return phases.get(op.phase, phases["optimizer"]) * (VIEW if op.kind == "view" else op.host)
 
-    def around(self, policy: str) -> float:
+    def step_overhead_s(self, policy: str) -> float:
         """Host seconds per step apart from operations."""
         return self.host.get(policy, self.host["any"])["step"]
 
     def times(self, op: Op) -> float:
         """The operation's time relative to its limit."""
-        at = (op.name, op.layout, _type(op), extents(op))
-        if at not in self._known:
-            self._known[at] = self._looked_up(op, np.array(at[-1]))
-        return self._known[at]
+        key = (op.name, op.layout, _type(op), extents(op))
+        if key not in self._cache:
+            self._cache[key] = self._interpolated(op, np.array(key[-1]))
+        return self._cache[key]
 
-    def _looked_up(self, op: Op, place: np.ndarray) -> float:
+    def _interpolated(self, op: Op, point: np.ndarray) -> float:
         for key in _keys(op):
-            if key in self._by:
-                places, times = self._by[key]
-                if places.shape[1] == len(place):
-                    break
+            points, times = self._groups.get(key, (np.empty((0, 0)), np.empty(0)))
+            if points.shape[1] == len(point):
+                break
         else:
             return 1.0
-        apart = places - place
+        difference = points - point
         if op.kind == "convolution":
-            apart = apart * (POSITIONS, 1, 1)
-        distance = (apart**2).sum(1)
-        near = np.argsort(distance, kind="stable")[:NEIGHBOURS]
-        weight = 1 / (distance[near] + BLUR)
-        return float(np.exp((weight * np.log(times[near])).sum() / weight.sum()))
+            difference = difference * (POSITIONS, 1, 1)
+        distance = (difference**2).sum(1)
+        nearest = np.argsort(distance, kind="stable")[:NEIGHBOURS]
+        weight = 1 / (distance[nearest] + BLUR)
+        return float(np.exp((weight * np.log(times[nearest])).sum() / weight.sum()))
 
     @functools.cached_property
-    def _known(self) -> dict[tuple, float]:
+    def _cache(self) -> dict[tuple, float]:
         return {}
 
     @functools.cached_property
-    def _by(self) -> dict[tuple, tuple[np.ndarray, np.ndarray]]:
+    def _groups(self) -> dict[tuple, tuple[np.ndarray, np.ndarray]]:
         """Extents and relative times of the samples, grouped by name and type, name, kind and type, and kind."""
         groups: dict[tuple, list[Sample]] = defaultdict(list)
         for sample in self.samples:
-            kind = kind_of(sample)
-            for key in (
-                (sample.name, sample.dtype),
-                (sample.name,),
-                (KIND, kind, sample.dtype),
-                (KIND, kind),
-            ):
+            for key in ((sample.name,), (KIND, kind_of(sample))):
                 groups[key].append(sample)
+                groups[*key, sample.dtype].append(sample)
         return {
-            key: (np.array([s.extents for s in some]), np.array([s.times for s in some]))
-            for key, some in groups.items()
-            if len({len(s.extents) for s in some}) == 1
+            key: (np.array([s.extents for s in group]), np.array([s.times for s in group]))
+            for key, group in groups.items()
+            if len({len(s.extents) for s in group}) == 1
         }
 
 
@@ -172,7 +166,7 @@ def kind_of(sample: Sample) -> str:
 
 @functools.cache
 def assumed() -> Speeds:
-    """The shipped speeds, for machines without a calibration. Always the same: it remembers what was looked up."""
+    """The shipped speeds, for machines without a calibration. Always the same object: it caches its interpolations."""
     shipped = _parse(json.loads(resources.files("flexor.plan.speed").joinpath(REFERENCE).read_text()))
     return replace(shipped, elsewhere=True)
 

@@ -15,7 +15,7 @@ from typing import Literal
 
 from flexor.config.for_gpu import settle_for_gpu
 from flexor.config.schema import TrainConfig
-from flexor.plan.memory.memory import Share, is_captured
+from flexor.plan.memory.memory import Parallelism, is_captured
 from flexor.plan.site.hardware import GPU
 from flexor.plan.speed.speeds import UNCALIBRATED_GPU, UNCALIBRATED_HOST, Speeds, assumed, limit, load
 from flexor.plan.trace.events import Trace
@@ -23,7 +23,7 @@ from flexor.plan.trace.ops import Op
 
 LINK = 0.75  # share of the bandwidth between GPUs that collectives reach
 HIDDEN = 0.9  # share of the work that communication can overlap with
-MORE_LINKS = 0.15  # extra relative error of a step that consists only of communication
+LINK_SPREAD = 0.15  # extra relative error of a step that consists only of communication
 
 GAPS = "gaps between kernels"
 # Calls of the host to replay a step, as in `train.graph`: seed of dropout, replay, sum; keys of the noise, learning
@@ -34,8 +34,8 @@ Bound = Literal["gpu", "host", "network"]
 
 
 @dataclass(frozen=True)
-class StepTime:
-    """The time of one optimizer step with all its passes, in seconds."""
+class Clocks:
+    """Seconds of one optimizer step with all its passes, on one GPU without the others."""
 
     gpu: dict[str, float]
     """GPU work by kind: matmul, convolution, attention, memory; and the gaps between kernels of a CUDA graph."""
@@ -43,24 +43,18 @@ class StepTime:
     """The part of `gpu` that a compiler could fuse at most: memory-bound operations in both passes."""
     host: dict[str, float]
     """Host time to launch the operations, by phase of the step."""
-    communication: float
-    """Communication between GPUs."""
-    exposed: float
-    """The part of `communication` that does not overlap with computation."""
-    seconds: float
-    """The whole step, without waiting for data."""
-    spread: float
-    """Relative: the step takes `seconds` times 1 - spread to 1 + spread."""
-    bound: Bound
-    graph: bool
-    """Whether a step is replayed as a CUDA graph."""
+    backward: float
+    """GPU work in the backward pass."""
+    loading: float
+    """To copy batches to the GPU, on a separate stream."""
     gaps: float
     """GPU seconds between the kernels of a step in a CUDA graph; part of `gpu` if it has one."""
     flops: float
     """FLOPs of one GPU in a step."""
-    mfu: float
-    """Model FLOPs utilization: share of the data sheet's FLOP/s for the precision in use."""
-    calibrated: bool
+    seconds: float
+    """The whole step, without waiting for data."""
+    graph: bool
+    """Whether a step is replayed as a CUDA graph."""
 
     @property
     def gpu_seconds(self) -> float:
@@ -69,6 +63,26 @@ class StepTime:
     @property
     def host_seconds(self) -> float:
         return sum(self.host.values())
+
+    @property
+    def host_bound(self) -> bool:
+        return not self.graph and self.host_seconds > self.gpu_seconds
+
+
+@dataclass(frozen=True)
+class StepTime(Clocks):
+    """The time of one optimizer step, in seconds."""
+
+    communication: float
+    """Communication between GPUs."""
+    exposed: float
+    """The part of `communication` that does not overlap with computation."""
+    spread: float
+    """Relative: the step takes `seconds` times 1 - spread to 1 + spread."""
+    bound: Bound
+    mfu: float
+    """Model FLOPs utilization: share of the data sheet's FLOP/s for the precision in use."""
+    calibrated: bool
 
     @property
     def at_best(self) -> float:
@@ -86,7 +100,7 @@ def step_time(
     gpu: GPU,
     *,
     config: TrainConfig,
-    share: Share | None = None,
+    parallelism: Parallelism | None = None,
     speeds: Speeds | None = None,
     link: float | None = None,
 ) -> StepTime:
@@ -97,49 +111,22 @@ def step_time(
     """
     speeds = speeds or load(gpu) or assumed()
     calibrated = speeds.gpu == gpu.name and not speeds.elsewhere
-    share, config = share or Share(), settle_for_gpu(config, gpu.compute_capability)
-    graph = is_captured(config, gpu, trace, share.world_size)
+    parallelism, config = parallelism or Parallelism(), settle_for_gpu(config, gpu.compute_capability)
+    graph = is_captured(config, gpu, trace, parallelism.world_size)
     clocks = _play(trace, gpu, speeds, config, graph)
-    communication, exposed = _traffic(trace, share, config, clocks, (link or gpu.peer_link) * LINK)
+    communication, exposed = _traffic(trace, parallelism, config, clocks, (link or gpu.peer_link) * LINK)
     seconds = max(clocks.seconds, clocks.loading) + exposed
+    unit = "tf32" if config.precision == "no" else config.precision
+    bound: Bound = "network" if exposed > seconds / 2 else "host" if clocks.host_bound else "gpu"
     return StepTime(
-        gpu=clocks.gpu,
-        fusible=clocks.fusible,
-        host=clocks.host,
+        **{**vars(clocks), "seconds": seconds},
         communication=communication,
         exposed=exposed,
-        seconds=seconds,
-        spread=_spread(speeds if calibrated else None, clocks) + MORE_LINKS * exposed / seconds,
-        bound=_bound(clocks, exposed, seconds),
-        graph=graph,
-        gaps=clocks.gaps,
-        flops=clocks.flops,
-        mfu=clocks.flops / seconds / gpu.flops(_unit(config)),
+        spread=_spread(speeds if calibrated else None, clocks) + LINK_SPREAD * exposed / seconds,
+        bound=bound,
+        mfu=clocks.flops / seconds / gpu.flops(unit),
         calibrated=calibrated,
     )
-
-
-def _unit(config: TrainConfig) -> str:
-    return "tf32" if config.precision == "no" else config.precision
-
-
-@dataclass
-class Clocks:
-    gpu: dict[str, float]
-    host: dict[str, float]
-    backward: float
-    """Seconds of GPU work in the backward pass."""
-    fusible: float
-    loading: float
-    """Seconds to copy batches to the GPU, on a separate stream."""
-    gaps: float
-    flops: float
-    seconds: float
-    graph: bool
-
-    @property
-    def host_bound(self) -> bool:
-        return not self.graph and sum(self.host.values()) > sum(self.gpu.values())
 
 
 def steps_ops(trace: Trace) -> Iterator[Op]:
@@ -148,28 +135,23 @@ def steps_ops(trace: Trace) -> Iterator[Op]:
     All passes after the second repeat it.
     """
     first = trace.events[trace.steps[-1].start].op
-    once = {e.op for e in trace.events if e.what == "born" and trace.category[e.storage] == "optimizer"}
-    phases = [op for at, op in enumerate(trace.ops[first:], first) if at not in once]
-    passes = _passes(phases) if trace.accumulation > trace.passes else {}
-    for at, op in enumerate(phases):
-        yield op
-        if at in passes:
-            for _ in range(trace.accumulation - trace.passes):
-                yield from phases[passes[at] : at + 1]
+    once = {e.op for e in trace.events if e.kind == "alloc" and trace.category[e.storage] == "optimizer"}
+    ops = [op for index, op in enumerate(trace.ops[first:], first) if index not in once]
+    begin, end = _last_pass(ops) if trace.accumulation > trace.passes else (0, 0)
+    yield from ops[:end]
+    for _ in range(trace.accumulation - trace.passes):
+        yield from ops[begin:end]
+    yield from ops[end:]
 
 
-def _passes(ops: list[Op]) -> dict[int, int]:
-    """Where the last pass of a step with accumulation ends, and where it begins."""
-    of_pass = [at for at, op in enumerate(ops) if op.phase in ("batch", "forward", "backward")]
-    ends = [at for at in of_pass if ops[at].phase == "backward"]
-    if not ends:
-        return {}
-    end = begin = ends[-1]
-    seen_forward = False
-    while begin > 0 and not (seen_forward and ops[begin - 1].phase == "backward"):
+def _last_pass(ops: list[Op]) -> tuple[int, int]:
+    """Where the last pass of a step with accumulation begins and ends; (0, 0) if there is no backward pass."""
+    end = max((index for index, op in enumerate(ops, 1) if op.phase == "backward"), default=0)
+    begin, in_forward = max(0, end - 1), False
+    while begin > 0 and not (in_forward and ops[begin - 1].phase == "backward"):
         begin -= 1
-        seen_forward |= ops[begin].phase == "forward"
-    return {end: begin}
+        in_forward |= ops[begin].phase == "forward"
+    return begin, end
 
 
 @functools.lru_cache(maxsize=8)
@@ -188,11 +170,11 @@ def _play(trace: Trace, gpu: GPU, speeds: Speeds, config: TrainConfig, graph: bo
     kinds: dict[str, float] = defaultdict(float)
     phases: dict[str, float] = defaultdict(float)  # host seconds by phase
     work: dict[str, float] = defaultdict(float)  # GPU seconds by phase
-    phases["step"] = speeds.around(config.policy.type)
+    phases["step"] = speeds.step_overhead_s(config.policy.type)
     flops = fusible = 0.0
     kernels = 0
     for op, count, times in _different(trace, speeds):
-        phases[op.phase] += count * speeds.issue(op, config.policy.type)
+        phases[op.phase] += count * speeds.launch_s(op, config.policy.type)
         flops += count * op.flops
         if op.kind != "view":
             seconds = count * times * limit(op, gpu)
@@ -211,11 +193,9 @@ def _play(trace: Trace, gpu: GPU, speeds: Speeds, config: TrainConfig, graph: bo
     seconds = max(host, device)
     if config.precision == "fp16" and not graph:
         # before the optimizer step, the scaler waits for the GPU to check that gradients are finite
-        after = ("optimizer", "ema")
-        late_host, late_device = (sum(of[phase] for phase in after) for of in (phases, work))
+        late_host, late_device = (clock["optimizer"] + clock["ema"] for clock in (phases, work))
         seconds = max(host - late_host, device - late_device) + max(late_host, late_device)
-    backward = work["backward"]
-    return Clocks(dict(kinds), dict(phases), backward, fusible, loading, gaps, flops, seconds, graph)
+    return Clocks(dict(kinds), fusible, dict(phases), work["backward"], loading, gaps, flops, seconds, graph)
 
 
 def _replaying(
@@ -225,31 +205,24 @@ def _replaying(
     once = Op("copy_", "memory", "batch")
     calls = trace.accumulation * (len(trace.inputs) + CALLS_PER_PASS) + CALLS_PER_STEP
     outside = {phase: eager[phase] for phase in ("step", "load")}
-    return defaultdict(float, **outside, replay=calls * speeds.issue(once, config.policy.type))
+    return defaultdict(float, **outside, replay=calls * speeds.launch_s(once, config.policy.type))
 
 
 def _traffic(
-    trace: Trace, share: Share, config: TrainConfig, clocks: Clocks, link: float
+    trace: Trace, parallelism: Parallelism, config: TrainConfig, clocks: Clocks, link: float
 ) -> tuple[float, float]:
     """Seconds of communication, and the part of them that computation waits for."""
-    if share.world_size == 1:
+    if parallelism.world_size == 1:
         return 0.0, 0.0
-    others = (share.world_size - 1) / share.world_size
-    if share.strategy == "ddp":
-        seconds = 2 * others * trace.gradients / link
-        behind = clocks.backward
+    remote = (parallelism.world_size - 1) / parallelism.world_size
+    if parallelism.strategy == "ddp":
+        nbytes, overlapping = 2 * trace.gradients, clocks.backward
     else:
         once = sum(unit.gathered(config.precision != "no") for unit in trace.units)
         gathered = 2 * once if config.parallel.reshard_after_forward else once
-        seconds = others * (gathered + 4 * trace.trained) / link
-        behind = sum(clocks.gpu.values())
-    return seconds, max(0.0, seconds - HIDDEN * behind)
-
-
-def _bound(clocks: Clocks, exposed: float, seconds: float) -> Bound:
-    if exposed > seconds / 2:
-        return "network"
-    return "host" if clocks.host_bound else "gpu"
+        nbytes, overlapping = gathered + 4 * trace.trained, clocks.gpu_seconds
+    seconds = remote * nbytes / link
+    return seconds, max(0.0, seconds - HIDDEN * overlapping)
 
 
 def _spread(calibration: Speeds | None, clocks: Clocks) -> float:

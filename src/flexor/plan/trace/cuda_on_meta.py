@@ -25,16 +25,19 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from flexor.plan.trace.kernels import Mish, RMSNorm
+from flexor.plan.trace.ops import tensors_in
 
 HALF = (torch.float16, torch.bfloat16)
-# Code that only passes on requests for values: torch, and the planner itself
-INSIDE = tuple(f"{folder}{os.sep}" for folder in (Path(torch.__file__).parent, Path(__file__).parents[1]))
+# Code that reads values only for its caller: torch, and the planner itself
+CALLED_CODE = tuple(
+    f"{folder}{os.sep}" for folder in (Path(torch.__file__).parent, Path(__file__).parents[1])
+)
 
 Backend = Literal["cudnn", "flash", "efficient", "math"]
 
 
-class Asked(NamedTuple):
-    """A place where the host waits for the GPU: it reads a value, or makes a tensor from values."""
+class SyncPoint(NamedTuple):
+    """A line where the host waits for the GPU: it reads a value, or makes a tensor from values."""
 
     name: str
     """Name of the operation, such as `item`."""
@@ -45,11 +48,13 @@ class Asked(NamedTuple):
         return f"{self.name.strip('_')} in {Path(self.file).name}, line {self.line}"
 
 
-def _asked(name: str) -> Asked:
+def _sync_point(name: str) -> SyncPoint:
     frame: types.FrameType | None = sys._getframe(1)
-    while frame is not None and frame.f_code.co_filename.startswith(INSIDE):
+    while frame is not None and frame.f_code.co_filename.startswith(CALLED_CODE):
         frame = frame.f_back
-    return Asked(name, "", 0) if frame is None else Asked(name, frame.f_code.co_filename, frame.f_lineno)
+    return (
+        SyncPoint(name, "", 0) if frame is None else SyncPoint(name, frame.f_code.co_filename, frame.f_lineno)
+    )
 
 
 class Card(Protocol):
@@ -66,13 +71,13 @@ def _names(text: str) -> frozenset[str]:
 
 
 # Autocast's rules, by the names that Python code calls (ATen/autocast_mode.h). Functions in no list run in the type of
-# their inputs; `cat` and `stack` widen inside their kernels.
-LOWER = _names(
+# their inputs; `cat` and `stack` promote it inside their kernels.
+LOWER_PRECISION = _names(
     "conv1d conv2d conv3d conv_transpose1d conv_transpose2d conv_transpose3d convolution addmm addmv addr matmul "
     "__matmul__ __rmatmul__ einsum mm mv linear addbmm baddbmm bmm chain_matmul linalg_multi_dot prelu linalg_vecdot "
     "scaled_dot_product_attention"
 )
-WIDEN = _names(
+FP32 = _names(
     "acos asin cosh erfinv exp expm1 log log10 log2 log1p reciprocal rsqrt sinh tan pow __pow__ __rpow__ square "
     "softplus layer_norm native_layer_norm group_norm frobenius_norm nuclear_norm cosine_similarity poisson_nll_loss "
     "cosine_embedding_loss nll_loss nll_loss2d nll_loss_nd hinge_embedding_loss kl_div l1_loss smooth_l1_loss "
@@ -83,24 +88,18 @@ WIDEN = _names(
     "_upsample_nearest_exact3d _upsample_bilinear2d_aa _upsample_bicubic2d_aa"
 )
 if torch._C._dispatch_has_kernel_for_dispatch_key("aten::rms_norm", "AutocastCUDA"):  # not in every torch
-    WIDEN |= {"rms_norm"}
-WIDEN_RESULT = _names(
+    FP32 |= {"rms_norm"}
+FP32_RESULT = _names(
     "prod softmax log_softmax cumprod cumsum linalg_norm linalg_vector_norm linalg_matrix_norm sum"
 )
-WIDEST = _names("addcdiv addcmul atan2 bilinear cross dot grid_sampler index_put tensordot scatter_add")
+PROMOTE = _names("addcdiv addcmul atan2 bilinear cross dot grid_sampler index_put tensordot scatter_add")
 
 # Functions written in Python that call other functions, which must be intercepted too.
 WRITTEN_IN_PYTHON = {"torch.nn.functional", "torch.functional", "torch._tensor", "torch._jit_internal"}
 OVERRIDES = ("has_torch_function", "has_torch_function_unary", "has_torch_function_variadic")
 
 # Methods that read a tensor's value. Meta tensors have none: a new policy's flags are false and its counters zero.
-VALUES: dict[str, Callable[[Any], Any]] = {
-    "__bool__": bool,
-    "__int__": int,
-    "__float__": float,
-    "__index__": int,
-}
-
+VALUES: dict[str, Callable] = {"__bool__": bool, "__int__": int, "__float__": float, "__index__": int}
 
 # Functions that copy values from the host, and wait until they have arrived.
 MADE_OF_VALUES = {"tensor", "as_tensor", "new_tensor", "asarray"}
@@ -135,55 +134,51 @@ class CudaOnMeta(TorchFunctionMode):
     def __init__(self, capability: tuple[int, int] | None = (9, 0), device: str = "meta"):
         super().__init__()
         self.capability, self.device = capability, device
-        self.lower: torch.dtype | None = None  # autocast's type; None while it is off
-        self.asked: list[Asked] = []
+        self.dtype: torch.dtype | None = None  # autocast's; None while it is off
+        self.sync_points: list[SyncPoint] = []
         self.attention: dict[tuple, Backend] = {}
         self.on_cast: Callable[[Tensor], None] = lambda copy: None  # called with the cast copy of a weight
         self._casts: dict[int, tuple[Tensor, Tensor]] = {}  # autocast's cache: weight -> its copy
         self._copies: dict[Callable, Callable] = {}
-        self._busy: set[Callable] = set()
+        self._active: set[Callable] = set()  # Python functions that are being called
 
     @contextlib.contextmanager
-    def speak(self) -> Iterator[CudaOnMeta]:
+    def active(self) -> Iterator[CudaOnMeta]:
         """Enter the mode, and patch torch's own device checks."""
         from torch.optim import optimizer as optim
         from torch.utils import _foreach_utils as foreach
         from torch.utils import checkpoint
 
-        fused = [*foreach._get_fused_kernels_supported_devices(), self.device]
-        many = [*foreach._get_foreach_kernels_supported_devices(), self.device]
+        name = "_checkpoint_without_reentrant_generator"
+        recomputing = self._recomputing(getattr(checkpoint, name), checkpoint.noop_context_fn)
+        replacements: list[tuple[Any, str, Any]] = [(checkpoint, name, recomputing)]
+        for name in ("_get_fused_kernels_supported_devices", "_get_foreach_kernels_supported_devices"):
+            devices = [*getattr(foreach, name)(), self.device]
+            replacements += [(module, name, lambda devices=devices: devices) for module in (foreach, optim)]
+        autocast = self._autocast_class()
+        modules = (torch, torch.amp, torch.amp.autocast_mode)
+        replacements += [(module, "autocast", autocast) for module in modules]
+        replacements += [(torch, f.__name__, f) for f in self._autocast_queries()]
         with contextlib.ExitStack() as stack:
-            for module in (foreach, optim):
-                stack.enter_context(
-                    mock.patch.object(module, "_get_fused_kernels_supported_devices", lambda: fused)
-                )
-                stack.enter_context(
-                    mock.patch.object(module, "_get_foreach_kernels_supported_devices", lambda: many)
-                )
-            for module in (torch, torch.amp, torch.amp.autocast_mode):
-                stack.enter_context(mock.patch.object(module, "autocast", self._autocast_class()))
-            for function in (self._is_autocast_enabled(), self._get_autocast_dtype()):
-                stack.enter_context(mock.patch.object(torch, function.__name__, function))
-            name = "_checkpoint_without_reentrant_generator"
-            again = self._recomputing(getattr(checkpoint, name), checkpoint.noop_context_fn)
-            stack.enter_context(mock.patch.object(checkpoint, name, again))
+            for replacement in replacements:
+                stack.enter_context(mock.patch.object(*replacement))
             stack.enter_context(self)
             yield self
 
     # Autocast. torch's own does not support the meta device.
 
     @contextlib.contextmanager
-    def autocast(self, lower: torch.dtype | None) -> Iterator[None]:
-        before, self.lower = self.lower, lower
+    def autocast(self, dtype: torch.dtype | None) -> Iterator[None]:
+        before, self.dtype = self.dtype, dtype
         try:
             yield
         finally:
-            self.lower = before
+            self.dtype = before
             if before is None:
                 self._casts.clear()
 
     def _autocast_class(self) -> type:
-        dialect, original = self, torch.autocast
+        cuda, original = self, torch.autocast
 
         class Autocast(contextlib.ContextDecorator):
             def __init__(
@@ -194,13 +189,13 @@ class CudaOnMeta(TorchFunctionMode):
                 cache_enabled: bool | None = None,
             ):
                 self.inner: Any = None
-                if device_type not in (dialect.device, "cuda"):
+                if device_type not in (cuda.device, "cuda"):
                     self.inner = original(device_type, dtype, enabled, cache_enabled)
-                self.lower = (dtype or torch.float16) if enabled else None
+                self.dtype = (dtype or torch.float16) if enabled else None
 
             def __enter__(self) -> Any:
                 if self.inner is None:
-                    self.inner = dialect.autocast(self.lower)
+                    self.inner = cuda.autocast(self.dtype)
                 return self.inner.__enter__()
 
             def __exit__(self, *error: Any) -> Any:
@@ -208,21 +203,16 @@ class CudaOnMeta(TorchFunctionMode):
 
         return Autocast
 
-    def _is_autocast_enabled(self) -> Callable:
-        original = torch.is_autocast_enabled
+    def _autocast_queries(self) -> tuple[Callable, Callable]:
+        enabled, dtype = torch.is_autocast_enabled, torch.get_autocast_dtype
 
         def is_autocast_enabled(*device: str) -> bool:
-            return self.lower is not None if device == (self.device,) else original(*device)
-
-        return is_autocast_enabled
-
-    def _get_autocast_dtype(self) -> Callable:
-        original = torch.get_autocast_dtype
+            return self.dtype is not None if device == (self.device,) else enabled(*device)
 
         def get_autocast_dtype(device: str) -> torch.dtype:
-            return self.lower if device == self.device and self.lower is not None else original(device)
+            return self.dtype if device == self.device and self.dtype is not None else dtype(device)
 
-        return get_autocast_dtype
+        return is_autocast_enabled, get_autocast_dtype
 
     def _cast(self, value: Any, dtype: torch.dtype) -> Any:
         if isinstance(value, list | tuple):
@@ -240,17 +230,17 @@ class CudaOnMeta(TorchFunctionMode):
         return self._casts[id(value)][1]
 
     def _autocast_arguments(self, name: str, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict]:
-        assert self.lower is not None
-        if name in LOWER or name in WIDEN:
-            dtype = self.lower if name in LOWER else torch.float32
+        assert self.dtype is not None
+        if name in LOWER_PRECISION or name in FP32:
+            dtype = self.dtype if name in LOWER_PRECISION else torch.float32
             return self._cast(args, dtype), {key: self._cast(value, dtype) for key, value in kwargs.items()}
         first = args[0] if args else kwargs.get("input")
-        if name in WIDEN_RESULT and isinstance(first, Tensor) and first.dtype in HALF:
-            given = kwargs.get("dtype") or any(isinstance(value, torch.dtype) for value in args)
-            return args, kwargs if given else {**kwargs, "dtype": torch.float32}
-        if name in WIDEST:
-            types_ = {t.dtype for t in _tensors(args) if t.is_floating_point()}
-            if len(types_) > 1:
+        if name in FP32_RESULT and isinstance(first, Tensor) and first.dtype in HALF:
+            explicit = kwargs.get("dtype") or any(isinstance(value, torch.dtype) for value in args)
+            return args, kwargs if explicit else {**kwargs, "dtype": torch.float32}
+        if name in PROMOTE:
+            dtypes = {t.dtype for t in tensors_in(args) if t.is_floating_point()}
+            if len(dtypes) > 1:
                 return self._cast(args, torch.float32), kwargs
         return args, kwargs
 
@@ -261,22 +251,22 @@ class CudaOnMeta(TorchFunctionMode):
             fn: Callable, preserve: bool = True, context_fn: Callable = no_context, *args: Any, **kwargs: Any
         ) -> Any:
             def contexts() -> tuple[Any, Any]:
-                forward, again = context_fn()
-                return forward, self._again(again, self.lower)
+                forward, recomputation = context_fn()
+                return forward, self._reentered(recomputation, self.dtype)
 
             return original(fn, preserve, contexts, *args, **kwargs)
 
         return generator
 
     @contextlib.contextmanager
-    def _again(self, context: Any, lower: torch.dtype | None) -> Iterator[None]:
+    def _reentered(self, context: Any, dtype: torch.dtype | None) -> Iterator[None]:
         casts, self._casts = self._casts, {}
-        before, self.lower = self.lower, lower
+        before, self.dtype = self.dtype, dtype
         try:
             with context, self:
                 yield
         finally:
-            self._casts, self.lower = casts, before
+            self._casts, self.dtype = casts, before
 
     # Interception of calls.
 
@@ -292,25 +282,22 @@ class CudaOnMeta(TorchFunctionMode):
         if name in MADE_OF_VALUES and not isinstance(args[-1], Tensor):
             like = args[0].device if isinstance(args[0], Tensor) else "cpu"
             if torch.device(kwargs.get("device") or like).type == self.device:
-                self.asked.append(_asked(name))
-        if (
-            isinstance(function, types.FunctionType)
-            and function.__module__ in WRITTEN_IN_PYTHON
-            and function not in self._busy
-        ):
-            self._busy.add(function)
+                self.sync_points.append(_sync_point(name))
+        in_python = isinstance(function, types.FunctionType) and function.__module__ in WRITTEN_IN_PYTHON
+        if in_python and function not in self._active:
+            self._active.add(function)
             try:
                 with self:
-                    return self._seen_through(function)(*args, **kwargs)
+                    return self._without_overrides(function)(*args, **kwargs)
             finally:
-                self._busy.discard(function)
-        if self.lower is not None:
+                self._active.discard(function)
+        if self.dtype is not None:
             args, kwargs = self._autocast_arguments(name, args, kwargs)
         if name in DIFFERENT and args and isinstance(args[0], Tensor) and args[0].device.type == self.device:
             return getattr(self, f"_call_{name}")(function, *args, **kwargs)
         return function(*args, **kwargs)
 
-    def _seen_through(self, function: Any) -> Callable:
+    def _without_overrides(self, function: Any) -> Callable:
         """A copy of a Python function of torch that does not check for modes itself, so that its calls come here."""
         if function not in self._copies:
             names = {**function.__globals__, **dict.fromkeys(OVERRIDES, lambda *args: False)}
@@ -325,9 +312,9 @@ class CudaOnMeta(TorchFunctionMode):
         tensor = args[0]
         if not isinstance(tensor, Tensor) or tensor.device.type != "meta":
             return function(*args)
-        self.asked.append(_asked(name))
-        as_is = bool if tensor.dtype == torch.bool else float if tensor.is_floating_point() else int
-        return VALUES.get(name, as_is)(0)
+        self.sync_points.append(_sync_point(name))
+        item = bool if tensor.dtype == torch.bool else float if tensor.is_floating_point() else int
+        return VALUES.get(name, item)(0)
 
     # Operations that CUDA computes differently.
 
@@ -378,7 +365,7 @@ class CudaOnMeta(TorchFunctionMode):
         if backend == "flash":
             return ops._scaled_dot_product_flash_attention(q, k, v, dropout_p, is_causal, scale=scale)[0]
         if backend == "math" and dropout_p > 0:
-            return _attention_by_parts(q, k, v, bias, dropout_p, is_causal, scale)
+            return _unfused_attention(q, k, v, bias, dropout_p, is_causal, scale)
         if backend == "math":
             return ops._scaled_dot_product_attention_math(q, k, v, bias, dropout_p, is_causal, scale=scale)[0]
         fused = getattr(ops, f"_scaled_dot_product_{backend}_attention")
@@ -388,30 +375,16 @@ class CudaOnMeta(TorchFunctionMode):
 DIFFERENT = {name.removeprefix("_call_") for name in vars(CudaOnMeta) if name.startswith("_call_")}
 
 
-def _tensors(args: tuple) -> Iterator[Tensor]:
-    for value in args:
-        if isinstance(value, Tensor):
-            yield value
-        elif isinstance(value, list | tuple):
-            yield from _tensors(tuple(value))
-
-
 def _as_bias(mask: Tensor | None, q: Tensor) -> Tensor | None:
     """Convert a boolean mask to a bias that is added to the scores."""
     if mask is None or mask.dtype != torch.bool:
         return mask
-    shown, hidden = (torch.scalar_tensor(x, dtype=q.dtype, device=q.device) for x in (0.0, -math.inf))
-    return torch.where(mask, shown, hidden)
+    zero, masked = (torch.scalar_tensor(x, dtype=q.dtype, device=q.device) for x in (0.0, -math.inf))
+    return torch.where(mask, zero, masked)
 
 
-def _attention_by_parts(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    bias: Tensor | None,
-    dropout: float,
-    is_causal: bool,
-    scale: float | None,
+def _unfused_attention(
+    q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, dropout: float, is_causal: bool, scale: float | None
 ) -> Tensor:
     """Attention from plain operations, with CUDA's dropout. torch's own function would use that of the meta device."""
     dtype = q.dtype
@@ -420,8 +393,8 @@ def _attention_by_parts(
     root = math.sqrt(scale or 1 / math.sqrt(q.shape[-1]))
     q = q * root
     if is_causal:
-        past = torch.ones(q.shape[-2], k.shape[-2], dtype=torch.bool, device=q.device).tril()
-        bias = _as_bias(past, q)
+        causal = torch.ones(q.shape[-2], k.shape[-2], dtype=torch.bool, device=q.device).tril()
+        bias = _as_bias(causal, q)
     scores = q @ (k.transpose(-2, -1) * root)
     if bias is not None:
         scores = scores + bias

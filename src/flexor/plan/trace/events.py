@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Hashable
+from collections.abc import Hashable, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal, NamedTuple, get_args
+from typing import Literal, NamedTuple
 
-from flexor.plan.trace.cuda_on_meta import Asked
+from flexor.plan.trace.cuda_on_meta import SyncPoint
 from flexor.plan.trace.ops import Op
 
+# `casts` are copies of weights in autocast's lower precision: it keeps them during a forward pass, or the run from step
+# to step.
 Category = Literal[
     "weights",
     "buffers",
@@ -23,23 +25,27 @@ Category = Literal[
     "workspaces",
     "other",
 ]
-
-
-CATEGORIES: tuple[Category, ...] = get_args(Category)
-"""`casts` are copies of weights in autocast's lower precision: it keeps them during a forward pass, or the run from
-step to step."""
-
-
-What = Literal["born", "dies", "scratch"]
+EventKind = Literal["alloc", "free", "scratch"]
 
 
 class Event(NamedTuple):
-    """Memory is allocated (born), freed (dies), or both within one operation (scratch)."""
+    """Memory is allocated, freed, or both within one operation (scratch)."""
 
-    what: What
+    kind: EventKind
     storage: int
     nbytes: int
     op: int  # the operation during or before which it happens
+
+
+def unfreed(events: Iterable[Event]) -> list[int]:
+    """Storages that are allocated and not freed."""
+    storages: dict[int, None] = {}
+    for event in events:
+        if event.kind == "alloc":
+            storages[event.storage] = None
+        elif event.kind == "free":
+            storages.pop(event.storage, None)
+    return list(storages)
 
 
 @dataclass
@@ -63,13 +69,13 @@ class UnitSize(NamedTuple):
     """Of all parameters, as they are stored."""
     trained_nbytes: int
 
-    def gathered(self, lower: bool) -> int:
-        """Bytes of its weights, gathered on every GPU; in a lower precision they take two bytes each."""
-        return min(self.nbytes, 2 * self.parameters) if lower else self.nbytes
+    def gathered(self, half: bool) -> int:
+        """Bytes of its weights, gathered on every GPU; in half precision they take two bytes each."""
+        return min(self.nbytes, 2 * self.parameters) if half else self.nbytes
 
-    def gradients(self, lower: bool) -> int:
+    def gradients(self, half: bool) -> int:
         """Bytes of its gradients before they are reduced."""
-        return min(self.trained_nbytes, 2 * self.trained) if lower else self.trained_nbytes
+        return min(self.trained_nbytes, 2 * self.trained) if half else self.trained_nbytes
 
 
 @dataclass(frozen=True)
@@ -110,7 +116,7 @@ class Trace:
     """Bytes of each tensor of one pass's batch, of which a CUDA graph has a copy."""
     saved: SavedWeights = SavedWeights()
     attention: dict[tuple, str] = field(default_factory=dict)
-    asked: list[Asked] = field(default_factory=list)
+    sync_points: list[SyncPoint] = field(default_factory=list)
     """Where a step waits for the GPU. Values that it read were assumed to be zero."""
 
     @property
@@ -119,13 +125,12 @@ class Trace:
 
         Built-in policies wait only in the first step (`tests/train/test_waiting.py`), so they are not listed.
         """
-        ours = str(Path(__file__).parents[2]) + os.sep
-        return tuple(dict.fromkeys(str(a) for a in self.asked if a.file and not a.file.startswith(ours)))
+        flexor = str(Path(__file__).parents[2]) + os.sep
+        return tuple(
+            dict.fromkeys(str(p) for p in self.sync_points if p.file and not p.file.startswith(flexor))
+        )
 
     def nbytes(self, category: Category) -> int:
         """Bytes allocated in a category, for memory that is never freed, such as weights; gradients: of one step."""
-        return sum(
-            event.nbytes
-            for event in self.events
-            if event.what == "born" and self.category[event.storage] == category
-        )
+        allocations = (event for event in self.events if event.kind == "alloc")
+        return sum(event.nbytes for event in allocations if self.category[event.storage] == category)

@@ -50,16 +50,7 @@ def with_layout(function: Any, args: Any, out: Any) -> Any:
 def _like(x: Tensor | None, last: bool) -> Tensor | None:
     if x is None or x.dim() not in (3, 4) or (not last and x.is_contiguous()):
         return x
-    shape = x.shape
-    whole = torch.empty(
-        (*shape[:2], 1, *shape[2:]) if x.dim() == 3 else shape,
-        dtype=x.dtype,
-        device=x.device,
-        memory_format=torch.channels_last if last else torch.contiguous_format,
-    )
-    return torch.empty_strided(shape, _strides(whole, x.dim()), dtype=x.dtype, device=x.device)
-
-
-def _strides(whole: Tensor, dims: int) -> tuple[int, ...]:
-    strides = whole.stride()
-    return strides if dims == 4 else (*strides[:2], strides[3])
+    format = torch.channels_last if last else torch.contiguous_format
+    image = torch.empty(as_image(x).shape, dtype=x.dtype, device=x.device, memory_format=format)
+    strides = image.stride() if x.dim() == 4 else (*image.stride()[:2], image.stride()[3])
+    return torch.empty_strided(x.shape, strides, dtype=x.dtype, device=x.device)

@@ -48,8 +48,8 @@ class Op:
     layout: Layout = ""
     """nhwc: it reads images in channels-last format; to nhwc: a convolution that copies its input to that format."""
 
-    def again(self, phase: Phase, module: str) -> Op:
-        """The same call elsewhere. As fast as can be: a trace has tens of thousands."""
+    def repeated(self, phase: Phase, module: str) -> Op:
+        """The same call elsewhere. As fast as possible: a trace has tens of thousands."""
         return Op(
             *(self.name, self.kind, phase, self.flops, self.read, self.written, self.dtype),
             *(self.extent, self.detail, self.shapes, self.kernels, self.host, self.scratch, module),
@@ -58,11 +58,11 @@ class Op:
 
 
 OVER_ROWS = ("over rows",)
-OWN = "flexor::"  # namespace of Flexor's own kernels
-OWN_ADAM = f"{OWN}adam_with_copies"  # a kernel for each tensor
+NAMESPACE = "flexor::"  # of Flexor's own kernels
+ADAM_WITH_COPIES = f"{NAMESPACE}adam_with_copies"  # a kernel for each tensor
 
 # Operators that only allocate or make views, and compute nothing.
-NOTHING = {
+NO_KERNEL = {
     *("empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided"),
     *("lift_fresh", "detach", "alias", "_unsafe_view"),
 }
@@ -89,15 +89,14 @@ def describe(
     function: Any, args: Sequence[Any], ins: Sequence[Tensor], outs: Sequence[Tensor], phase: Phase
 ) -> Op:
     name = operator_name(function)
-    if is_view(function) or name in NOTHING:
+    if is_view(function) or name in NO_KERNEL:
         return Op(name, "view", phase)
     read, written = sum(map(nbytes, ins)), sum(map(nbytes, outs))
     dtype = next((x.dtype for x in ins if x.is_floating_point()), None)
     op = Op(name, "memory", phase, 0, read, written, dtype, shapes=tuple(tuple(x.shape) for x in ins[:3]))
-    op.kernels = KERNELS.get(name, 1)
-    op.layout = _layout(ins)
-    if name.startswith(OWN):
-        op.written += sum(map(nbytes, _changed(function, args)))
+    op.kernels, op.layout = KERNELS.get(name, 1), _layout(ins)
+    if name.startswith(NAMESPACE):
+        op.written += sum(map(nbytes, _written_tensors(function, args)))
     if name == "_to_copy":
         op.host = HOST_OF_A_CAST
     if name in ("mm", "addmm", "bmm", "baddbmm"):
@@ -110,11 +109,8 @@ def describe(
         _attention(op, args)
     elif name in ("sum", "mean") and len(args) > 1 and _over_rows(args[0], args[1], outs[0]):
         op.detail = OVER_ROWS
-    elif name.startswith(("_foreach", "_fused_adam", "_fused_sgd", "_amp_foreach")):
-        _many(op, args)
-    elif name == OWN_ADAM:
-        _many(op, args)
-        op.kernels = len(args[0])
+    elif name.startswith(("_foreach", "_fused_adam", "_fused_sgd", "_amp_foreach", ADAM_WITH_COPIES)):
+        _foreach(op, args)
     return op
 
 
@@ -122,7 +118,7 @@ def describe(
 def operator_name(function: Any) -> str:
     """Without its namespace, unless it is one of Flexor's own kernels."""
     name = str(function._schema.name)
-    return name if name.startswith(OWN) else name.split("::")[-1]
+    return name if name.startswith(NAMESPACE) else name.split("::")[-1]
 
 
 def _layout(ins: Sequence[Tensor]) -> Layout:
@@ -130,8 +126,8 @@ def _layout(ins: Sequence[Tensor]) -> Layout:
     return "nhwc" if any(map(channels_last, images)) else ""
 
 
-def _changed(function: Any, args: Sequence[Any]) -> Iterator[Tensor]:
-    """Tensors that an operator changes."""
+def _written_tensors(function: Any, args: Sequence[Any]) -> Iterator[Tensor]:
+    """Tensors that an operator modifies."""
     for argument, value in zip(function._schema.arguments, args):
         if argument.alias_info is not None and argument.alias_info.is_write:
             yield from tensors_in(value)
@@ -190,12 +186,12 @@ def _layout_of_convolution(x: Tensor, weight: Tensor) -> Layout:
 
 
 def _convolution_backward(op: Op, args: Sequence[Any]) -> None:
-    gradient, x, weight, wanted = args[0], args[1], args[2], args[10]
+    gradient, x, weight, output_mask = args[0], args[1], args[2], args[10]
     op.kind, op.dtype, op.detail = "convolution", x.dtype, ("backward",)
     op.layout = _layout_of_convolution(x, weight)
     op.extent = _product(x, weight, gradient, bool(args[7]))
-    op.kernels = max(1, sum(map(bool, wanted)))
-    op.flops = 2.0 * math.prod(op.extent) * (bool(wanted[0]) + bool(wanted[1]))
+    op.kernels = max(1, sum(map(bool, output_mask)))
+    op.flops = 2.0 * math.prod(op.extent) * (bool(output_mask[0]) + bool(output_mask[1]))
 
 
 def _attention(op: Op, args: Sequence[Any]) -> None:
@@ -209,16 +205,15 @@ def _attention(op: Op, args: Sequence[Any]) -> None:
 
 
 def _over_rows(x: Tensor, dims: Any, out: Tensor) -> bool:
-    kept = x.dim() > 1 and isinstance(dims, list | tuple) and bool(dims)
-    return kept and {x.dim() - 1, -1}.isdisjoint(dims) and x.stride(-1) == 1 and x.dtype == out.dtype
+    over_dims = x.dim() > 1 and isinstance(dims, list | tuple) and bool(dims)
+    return over_dims and {x.dim() - 1, -1}.isdisjoint(dims) and x.stride(-1) == 1 and x.dtype == out.dtype
 
 
-def _many(op: Op, args: Sequence[Any]) -> None:
+def _foreach(op: Op, args: Sequence[Any]) -> None:
     """A kernel for a list of tensors, with several tensors per launch."""
     count = len(args[0])
-    op.kernels = max(1, count // TENSORS_PER_KERNEL)
+    op.kernels = count if op.name == ADAM_WITH_COPIES else max(1, count // TENSORS_PER_KERNEL)
     op.host = max(2.0, HOST_PER_TENSOR * count)
     op.shapes = ()
     if op.name.startswith("_fused"):  # it returns None and writes all that it reads, except for the gradients
-        gradients = sum(map(nbytes, args[1]))
-        op.written = op.read - gradients
+        op.written = op.read - sum(map(nbytes, args[1]))

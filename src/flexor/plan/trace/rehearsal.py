@@ -110,14 +110,13 @@ class Rehearsal:
         self.policy = policy_on(config, device)
         tracker.name(self.policy.buffers(), "buffers")
         tracker.name(self.policy.parameters(), "weights")
-        engine = WatchedEngine(
-            device, config.precision, tracker, deterministic=config.deterministic and device != META
-        )
-        on_paper = AdamW8bitOnMeta if device == META and optimizer.type == "adamw_8bit" else None
-        made = build_optimizer(optimizer, self.policy, make=on_paper)
-        engine.prepare(self.policy, made)
+        deterministic = config.deterministic and device != META
+        engine = WatchedEngine(device, config.precision, tracker, deterministic)
+        on_meta = AdamW8bitOnMeta if device == META and optimizer.type == "adamw_8bit" else None
+        torch_optimizer = build_optimizer(optimizer, self.policy, make=on_meta)
+        engine.prepare(self.policy, torch_optimizer)
         if captures_steps(config):
-            keep_copies(config, engine, replace(self.split, world_size=world_size), made)
+            keep_copies(config, engine, replace(self.split, world_size=world_size), torch_optimizer)
         if engine.copies:  # made here, since they are not part of every step
             tracker.name(engine.copies.create().values(), "casts")
         if config.compile and device != META:
@@ -126,30 +125,29 @@ class Rehearsal:
         if ema:
             tracker.name(list(ema.average.values()), "ema")
         self.policy.train()
-        before = rehearsed_processing(config.policy, device)
+        processing = rehearsed_processing(config.policy, device)
         self.state = TrainState(
             config=config,
             fingerprint="",
             engine=engine,
             policy=self.policy,
-            preprocessor=before,
-            postprocessor=before,
-            optimizer=made,
-            scheduler=build_scheduler(scheduler, made, config.steps),
+            preprocessor=processing,
+            postprocessor=processing,
+            optimizer=torch_optimizer,
+            scheduler=build_scheduler(scheduler, torch_optimizer, config.steps),
             ema=ema,
             split=self.split,
             augmentation=build_augmentation(config, device),
         )
         self.meters = Meters()
-        self.run_step: Callable = functools.partial(optimizer_step, self.state)
-        if device != META:
-            self.run_step = GraphStep(self.state)
+        eager: Callable = functools.partial(optimizer_step, self.state)
+        self.run_step = eager if device == META else GraphStep(self.state)
         self.stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         self.host: Batch | None = None
         self.batches: list[Batch] = []
         self.inputs: tuple[int, ...] = ()  # bytes of each tensor of a pass's batch
 
-    def steps_to_see(self) -> list[int]:
+    def steps_to_trace(self) -> list[int]:
         """The first step; a policy that is trained in phases may need more memory in the last."""
         phases = type(self.policy).begin_step is not Policy.begin_step
         return [0, self.config.steps - 1] if phases and self.config.steps > 1 else [0]
@@ -174,11 +172,10 @@ class Rehearsal:
         """As the loader does it: on a separate stream."""
         if self.host is None:
             self.host = host_batch(self.config.policy, self.split.batch_size, self.device)
-        passes = range(self.split.accumulation)
+        with torch.cuda.stream(self.stream) if self.stream else contextlib.nullcontext():
+            batches = [to_device(self.host, self.device) for _ in range(self.split.accumulation)]
         if self.stream is None:
-            return [to_device(self.host, self.device) for _ in passes]
-        with torch.cuda.stream(self.stream):
-            batches = [to_device(self.host, self.device) for _ in passes]
+            return batches
         current = torch.cuda.current_stream(self.device)
         current.wait_stream(self.stream)
         for tensor in (t for batch in batches for t in batch.values() if isinstance(t, Tensor)):
@@ -197,24 +194,21 @@ class Rehearsal:
         exported = {name: weight for name, weight in (average or raw).items() if not is_adapter(name)}
         with torch.device(self.device):
             unused = self.policy.weight_names.unused_weights(exported)
-        beside = config.lora.r and base_policy(config.policy_path)
-        return SavedWeights(
-            total(raw.values()),
-            total(average.values()),
-            total([*exported.values(), *unused.values()]),
-            total(adapter_tensors(average or raw, config.lora).values()) if beside else 0,
-        )
+        adapters: dict[str, Tensor] = {}
+        if config.lora.r and base_policy(config.policy_path):
+            adapters = adapter_tensors(average or raw, config.lora)
+        files = (raw, average, {**exported, **unused}, adapters)
+        return SavedWeights(*(total(tensors.values()) for tensors in files))
 
     def units(self) -> list[UnitSize]:
         """What FSDP would gather together. What it leaves whole because of its dtype is little, and counts with it."""
-        seen: set[int] = set()
+        counted: set[int] = set()
         sizes = []
         for unit in sharding_of(self.policy).units:
-            own = [p for p in unit.parameters() if id(p) not in seen]
-            trained = [p for p in own if p.requires_grad]
-            seen |= {id(p) for p in own}
-            counts = (sum(p.numel() for p in some) for some in (own, trained))
-            sizes.append(UnitSize(*counts, *(sum(p.nbytes for p in some) for some in (own, trained))))
+            parameters = [p for p in unit.parameters() if id(p) not in counted]
+            groups = (parameters, [p for p in parameters if p.requires_grad])
+            counted |= {id(p) for p in parameters}
+            sizes.append(UnitSize(*(sum(p.numel() for p in group) for group in groups), *map(total, groups)))
         return sizes
 
 
@@ -229,8 +223,8 @@ def policy_on(config: TrainConfig, device: torch.device = META) -> Policy:
     else:
         with device:  # random weights of a large policy take minutes on a CPU
             policy = make_policy(config)
-    there = all(tensor.device == device for tensor in (*policy.parameters(), *policy.buffers()))
-    return policy if there else policy.to(device)
+    placed = all(tensor.device == device for tensor in (*policy.parameters(), *policy.buffers()))
+    return policy if placed else policy.to(device)
 
 
 def _without_memory(config: TrainConfig) -> Policy:

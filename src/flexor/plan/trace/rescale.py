@@ -13,7 +13,7 @@ from dataclasses import replace
 from typing import TypeVar
 
 from flexor.config.schema import TrainConfig
-from flexor.plan.trace.events import Event, Trace
+from flexor.plan.trace.events import Event, Trace, unfreed
 from flexor.plan.trace.ops import OVER_ROWS, Op
 from flexor.plan.trace.trace import trace_loading
 from flexor.plan.trace.workspaces import partial_sums, share_at_once
@@ -21,54 +21,52 @@ from flexor.plan.trace.workspaces import partial_sums, share_at_once
 Number = TypeVar("Number", int, float)
 
 
-class NotAlike(Exception):
+class OperationsDiffer(Exception):
     """The operations of a step depend on the batch size: each batch size must be traced separately."""
 
 
 def rescale(low: Trace, high: Trace, batch_size: int, config: TrainConfig, *, costs: bool = True) -> Trace:
     """What `trace_step` would return for this batch size; without `costs`, only its memory."""
     if len(low.events) != len(high.events) or len(low.ops) != len(high.ops):
-        raise NotAlike
-    line = Line(low.batch_size, high.batch_size, batch_size)
+        raise OperationsDiffer
+    line = LinearExtrapolation(low.batch_size, high.batch_size, batch_size)
     events = [line.event(a, b) for a, b in zip(low.events, high.events)]
     for at, event in enumerate(events):
-        if event.what == "scratch" and _counted_anew(low.ops[event.op]):
-            events[at] = event._replace(nbytes=line.op(low.ops[event.op], high.ops[event.op]).scratch)
+        op = low.ops[event.op]
+        if event.kind == "scratch" and (op.detail == OVER_ROWS or op.kind == "convolution"):
+            # workspace memory that does not grow linearly
+            events[at] = event._replace(nbytes=line.op(op, high.ops[event.op]).scratch)
     ops = [line.op(a, b) for a, b in zip(low.ops, high.ops)] if costs else low.ops
+    inputs, category = line.shape(low.inputs, high.inputs), dict(low.category)
+    steps = [replace(step) for step in low.steps]
     scaled = replace(
-        low,
-        events=events,
-        ops=ops,
-        category=dict(low.category),
-        batch_size=batch_size,
-        inputs=line.shape(low.inputs, high.inputs),
+        low, events=events, ops=ops, steps=steps, category=category, batch_size=batch_size, inputs=inputs
     )
-    return _load_anew(scaled, config)
+    # a batch is loaded in pieces of a fixed size: tracing this again takes milliseconds
+    loading = trace_loading(config, batch_size, scaled.accumulation)
+    for step in reversed(range(len(scaled.steps))):
+        _splice(scaled, step, loading)
+    return scaled
 
 
-def _counted_anew(op: Op) -> bool:
-    """Whether its workspace memory does not grow linearly with the batch size."""
-    return op.detail == OVER_ROWS or op.kind == "convolution"
-
-
-class Line:
+class LinearExtrapolation:
     """The linear extrapolation from two batch sizes."""
 
-    def __init__(self, low: int, high: int, wanted: int):
-        self.span, self.at = high - low, wanted - low
+    def __init__(self, low: int, high: int, batch_size: int):
+        self.span, self.at = high - low, batch_size - low
 
     def number(self, a: Number, b: Number) -> Number:
         value = a + (b - a) * self.at / self.span
         return round(value) if isinstance(a, int) else value
 
     def event(self, a: Event, b: Event) -> Event:
-        if a[0] != b[0] or a.storage != b.storage or a.op != b.op:
-            raise NotAlike
+        if a.kind != b.kind or a.storage != b.storage or a.op != b.op:
+            raise OperationsDiffer
         return a if a.nbytes == b.nbytes else a._replace(nbytes=self.number(a.nbytes, b.nbytes))
 
     def op(self, a: Op, b: Op) -> Op:
         if a.name != b.name:
-            raise NotAlike
+            raise OperationsDiffer
         if a.read == b.read and a.written == b.written and a.flops == b.flops:
             return a
         scaled = replace(
@@ -90,48 +88,29 @@ class Line:
         return tuple(self.number(x, y) for x, y in zip(a, b))
 
 
-def _load_anew(trace: Trace, config: TrainConfig) -> Trace:
-    """Trace the loading again: it processes a batch in pieces of a fixed size. This takes milliseconds."""
-    loading = trace_loading(config, trace.batch_size, trace.accumulation)
-    for step in reversed(range(len(trace.steps))):
-        _splice(trace, step, loading)
-    return trace
-
-
 def _splice(trace: Trace, index: int, loading: list[Event]) -> None:
     """Replace a step's loading events with new ones."""
     step = trace.steps[index]
     old = trace.events[step.start : step.loaded]
-    kept = iter(_left(old))
-    left = set(_left(loading))
-    names: dict[int, int] = {}
+    old_batches, batches = iter(unfreed(old)), set(unfreed(loading))
+    storages: dict[int, int] = {}  # of the new events -> in the trace
     unused = max(trace.category) + 1
-    more = []  # batches of additional passes, which are freed together with the others
+    additional = []  # batches of additional passes, which are freed together with the others
     for event in loading:
-        if event.what == "born":
-            number = next(kept, None) if event.storage in left else None
+        if event.kind == "alloc":
+            number = next(old_batches, None) if event.storage in batches else None
             if number is None:
                 number = unused + event.storage
-                more += [number] if event.storage in left else []
-            names[event.storage] = number
+                additional += [number] if event.storage in batches else []
+            storages[event.storage] = number
             trace.category[number] = "batch"
-    first = old[0].op if old else 0
-    last = old[-1].op if old else 0
-    new = [e._replace(storage=names.get(e.storage, 0), op=min(first + e.op, last)) for e in loading]
-    trace.events[step.end : step.end] = [
-        Event("dies", number, 0, trace.events[step.end - 1].op) for number in more
-    ]
+    first, last = (old[0].op, old[-1].op) if old else (0, 0)
+    new = [e._replace(storage=storages.get(e.storage, 0), op=min(first + e.op, last)) for e in loading]
+    op = trace.events[step.end - 1].op
+    trace.events[step.end : step.end] = [Event("free", number, 0, op) for number in additional]
     trace.events[step.start : step.loaded] = new
-    loaded = step.loaded + len(new) - len(old)
-    by = len(new) - len(old) + len(more)
-    later = [
-        replace(s, start=s.start + by, loaded=s.loaded + by, end=s.end + by) for s in trace.steps[index + 1 :]
-    ]
-    changed = replace(step, loaded=loaded, end=step.end + by)
-    trace.steps = [*trace.steps[:index], changed, *later]
-
-
-def _left(events: list[Event]) -> list[int]:
-    """Storages that are allocated and not freed."""
-    dead = {event.storage for event in events if event.what == "dies"}
-    return [event.storage for event in events if event.what == "born" and event.storage not in dead]
+    loaded = len(new) - len(old)
+    total = loaded + len(additional)
+    step.loaded, step.end = step.loaded + loaded, step.end + total
+    for later in trace.steps[index + 1 :]:
+        later.start, later.loaded, later.end = later.start + total, later.loaded + total, later.end + total

@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from types import ModuleType
 from typing import Any, NamedTuple
+from unittest import mock
 
 import torch
 from torch import Tensor
@@ -21,7 +22,7 @@ COMPILER = "torch._dynamo"
 
 
 class CompilerSettings:
-    """The compiler's settings that code reads which compiles nothing; others import the compiler."""
+    """The compiler's settings that are read even if nothing is compiled; others import the compiler."""
 
     error_on_nested_fx_trace = True  # read, but not used, for a block that is recomputed
 
@@ -37,11 +38,11 @@ class NoCompiler(ModuleType):
 
     def __init__(self) -> None:
         super().__init__(COMPILER)
-        self.told: list[Any] = []
+        self.disabled: list[Any] = []  # functions that must not be compiled
         self.config = CompilerSettings(self)
 
     def disable(self, function: Callable, *_: Any, **__: Any) -> Callable:
-        self.told.append(function)
+        self.disabled.append(function)
         return function
 
     def graph_break(self, *_: Any) -> None:
@@ -53,15 +54,15 @@ class NoCompiler(ModuleType):
         return getattr(self.real(), name)
 
     def real(self) -> ModuleType:
-        self.step_aside()
+        self.uninstall()
         return importlib.import_module(COMPILER)
 
-    def step_aside(self) -> None:
+    def uninstall(self) -> None:
         if sys.modules.get(COMPILER) is self:
             del sys.modules[COMPILER]
-        for function in self.told:  # where torch caches the result
+        for function in self.disabled:  # where torch caches the result
             vars(function).pop("__dynamo_disable", None)
-        self.told.clear()
+        self.disabled.clear()
 
 
 @contextmanager
@@ -73,11 +74,11 @@ def without_compiler() -> Iterator[None]:
     if COMPILER in sys.modules:
         yield
         return
-    sys.modules[COMPILER] = stand_in = NoCompiler()
+    sys.modules[COMPILER] = substitute = NoCompiler()
     try:
         yield
     finally:
-        stand_in.step_aside()
+        substitute.uninstall()
 
 
 INITIALIZERS = (
@@ -89,18 +90,13 @@ INITIALIZERS = (
 @contextmanager
 def without_initial_values() -> Iterator[None]:
     """Modules made inside do not initialise their parameters, which have no values on the meta device."""
-    usual = {name: getattr(torch.nn.init, name) for name in INITIALIZERS}
 
-    def keep(tensor: Tensor, *args: Any, of: Callable, **kwargs: Any) -> Tensor:
-        return tensor if tensor.is_meta else of(tensor, *args, **kwargs)
+    def initialize(function: Callable, tensor: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        return tensor if tensor.is_meta else function(tensor, *args, **kwargs)
 
-    for name, function in usual.items():
-        setattr(torch.nn.init, name, functools.partial(keep, of=function))
-    try:
+    patched: Any = {n: functools.partial(initialize, getattr(torch.nn.init, n)) for n in INITIALIZERS}
+    with mock.patch.multiple(torch.nn.init, **patched):
         yield
-    finally:
-        for name, function in usual.items():
-            setattr(torch.nn.init, name, function)
 
 
 class OperatorResult(NamedTuple):
@@ -115,23 +111,23 @@ class OperatorResult(NamedTuple):
 
 
 @dataclass(slots=True)
-class KnownCall:
-    """What a call of an operator does, whenever it has the same inputs."""
+class CachedCall:
+    """What a call of an operator with certain inputs does."""
 
     results: list[OperatorResult] | OperatorResult | None
     """How to make what it returns; None if torch must be asked."""
     in_place: bool
     op: Op | None = None
-    """Its costs, once they are known."""
+    """Its costs, once they have been computed."""
 
-    def again(self, function: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    def repeat(self, function: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         if self.in_place:
             return args[0]
         if self.results is None:
             return function(*args, **kwargs)
         if isinstance(self.results, OperatorResult):
             return self.results.make()
-        return tuple(one.make() for one in self.results)
+        return tuple(result.make() for result in self.results)
 
 
 class CachedResults:
@@ -143,48 +139,41 @@ class CachedResults:
     MOST = 20_000
 
     def __init__(self) -> None:
-        self._known: dict[tuple, KnownCall] = {}
+        self._calls: dict[tuple, CachedCall] = {}
 
     def call(
         self, function: Any, args: Sequence[Any], kwargs: dict[str, Any]
-    ) -> tuple[Any, KnownCall | None]:
-        """What an operator returns, and what is known of such calls; None if they may differ."""
+    ) -> tuple[Any, CachedCall | None]:
+        """What an operator returns, and the cache's entry for such calls; None if they may differ."""
         in_place = _in_place(function) and args[0].device == META
         if not in_place and not _makes_tensors(function):
             return function(*args, **kwargs), None
         key = (function, _described(args), _described(tuple(kwargs.items())) if kwargs else ())
-        known = self._known.get(key)
-        if known is not None:
-            return known.again(function, args, kwargs), known
+        cached = self._calls.get(key)
+        if cached is not None:
+            return cached.repeat(function, args, kwargs), cached
         out = function(*args, **kwargs)
-        if len(self._known) >= self.MOST:
-            self._known.clear()
-        given = [*tensors_in(args), *tensors_in(list(kwargs.values()))]
-        known = self._known[key] = KnownCall(None if in_place else _results(out, given), in_place)
-        return out, known
+        if len(self._calls) >= self.MOST:
+            self._calls.clear()
+        inputs = list(tensors_in([*args, *kwargs.values()]))
+        cached = self._calls[key] = CachedCall(None if in_place else _results(out, inputs), in_place)
+        return out, cached
 
 
 @functools.cache
 def _makes_tensors(function: Any) -> bool:
     """Whether the operator's schema says that it modifies nothing and returns new tensors."""
     schema = function._schema
-    return (
-        bool(schema.returns)
-        and not schema.is_mutable
-        and all(str(one.type) == "Tensor" and one.alias_info is None for one in schema.returns)
-    )
+    new = (str(result.type) == "Tensor" and result.alias_info is None for result in schema.returns)
+    return bool(schema.returns) and not schema.is_mutable and all(new)
 
 
 @functools.cache
 def _in_place(function: Any) -> bool:
     """Whether an operator is elementwise, modifies its first tensor and returns it."""
     schema = function._schema
-    return (
-        torch.Tag.pointwise in function.tags
-        and len(schema.returns) == 1
-        and schema.returns[0].alias_info is not None
-        and schema.name.endswith("_")
-    )
+    aliases = [result.alias_info is not None for result in schema.returns]
+    return torch.Tag.pointwise in function.tags and aliases == [True] and schema.name.endswith("_")
 
 
 def _described(values: Sequence[Any]) -> tuple:
@@ -200,10 +189,10 @@ def _described(values: Sequence[Any]) -> tuple:
     return tuple(key)
 
 
-def _results(out: Any, given: list[Tensor]) -> list[OperatorResult] | OperatorResult | None:
+def _results(out: Any, inputs: list[Tensor]) -> list[OperatorResult] | OperatorResult | None:
     """How to make the same results again; None if they share memory with the inputs or with each other."""
     outs = [out] if isinstance(out, Tensor) else list(out)
-    before = {tensor.untyped_storage()._cdata for tensor in given}
+    before = {tensor.untyped_storage()._cdata for tensor in inputs}
     after = before | {tensor.untyped_storage()._cdata for tensor in outs if tensor is not None}
     if len(after) != len(before) + len(outs) or not all(map(_plain, outs)):
         return None
@@ -213,10 +202,7 @@ def _results(out: Any, given: list[Tensor]) -> list[OperatorResult] | OperatorRe
 
 def _plain(tensor: Tensor) -> bool:
     """Whether it is an ordinary tensor that fills its whole storage."""
-    again = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=META)
-    return (
-        type(tensor) is Tensor
-        and tensor.device == META
-        and tensor.storage_offset() == 0
-        and tensor.untyped_storage().nbytes() == again.untyped_storage().nbytes()
-    )
+    if type(tensor) is not Tensor or tensor.device != META or tensor.storage_offset():
+        return False
+    copy = OperatorResult(tuple(tensor.shape), tensor.stride(), tensor.dtype).make()
+    return tensor.untyped_storage().nbytes() == copy.untyped_storage().nbytes()

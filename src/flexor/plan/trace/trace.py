@@ -23,7 +23,7 @@ from flexor.config.for_gpu import settle_for_gpu
 from flexor.config.schema import TrainConfig
 from flexor.core.errors import ConfigError, FlexorError
 from flexor.plan.trace.cuda_on_meta import Card, CudaOnMeta
-from flexor.plan.trace.events import Category, Event, Trace, What
+from flexor.plan.trace.events import Category, Event, EventKind, Trace
 from flexor.plan.trace.layouts import with_layout
 from flexor.plan.trace.ops import OVER_ROWS, Op, Phase, describe, is_view, operator_name, tensors_in
 from flexor.plan.trace.shortcuts import CachedResults, without_compiler
@@ -34,8 +34,7 @@ from flexor.policies.external import described
 
 aten = torch.ops.aten
 
-
-BORN_IN: dict[Phase, Category] = {
+CATEGORY_OF_PHASE: dict[Phase, Category] = {
     "load": "batch",
     "batch": "batch",
     "forward": "activations",
@@ -58,9 +57,8 @@ class OperationTracker(TorchDispatchMode):
         self.module = ""
         self._ids: dict[int, int] = {}  # storage -> its number, until it is freed
         self._watched: dict[int, weakref.ref] = {}
-        self._multiplied: set[str] = set()
-        self._born = 0
-        self._owned = _references_of_an_owned_gradient()
+        self._cublas_threads: set[str] = set()  # that have a workspace
+        self._unshared = _references_of_an_unshared_gradient()
 
     def __torch_dispatch__(
         self, function: Any, types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
@@ -71,26 +69,26 @@ class OperationTracker(TorchDispatchMode):
                 self.ops.append(Op(operator_name(function), "view", self.phase, module=self.module))
             return function(*args, **kwargs)
         if function is aten.add.Tensor and self._summed_in_place(*args[:2]):
-            self._note(aten.add_.Tensor, args, [args[0]])
+            self._record(aten.add_.Tensor, args, [args[0]])
             return args[0]
-        known = None
+        cached = None
         if function in WITHOUT_META:
             out = WITHOUT_META[function](*args)
         elif self.device != "meta":
             out = function(*args, **kwargs)
         else:
-            out, known = REPEATS.call(function, args, kwargs)
+            out, cached = OPERATOR_CACHE.call(function, args, kwargs)
             out = with_layout(function, args, out)
         outs = list(tensors_in(out))
-        if known is None or not self.scratch:  # known costs include workspaces
-            self._note(function, [*args, *kwargs.values()], outs)
-        elif known.op is None:
-            known.op = self._note(function, [*args, *kwargs.values()], outs)
-        else:
-            self._add(known.op.again(self.phase, self.module), outs)
+        if cached is not None and cached.op is not None and self.scratch:  # cached costs include workspaces
+            self._add(cached.op.repeated(self.phase, self.module), outs)
+            return out
+        op = self._record(function, [*args, *kwargs.values()], outs)
+        if cached is not None and self.scratch:
+            cached.op = op
         return out
 
-    def _note(self, function: Any, args: Sequence[Any], outs: list[Tensor]) -> Op | None:
+    def _record(self, function: Any, args: Sequence[Any], outs: list[Tensor]) -> Op | None:
         outs = [x for x in outs if x.device.type == self.device]
         ins = [x for x in tensors_in(args) if x.device.type == self.device]
         if (not outs and not ins) or operator_name(function) == "device":
@@ -105,14 +103,14 @@ class OperationTracker(TorchDispatchMode):
     def _add(self, op: Op, outs: list[Tensor]) -> None:
         self.ops.append(op)
         if op.kind == "matmul":
-            self._multiply()
+            self._cublas_workspace()
         for out in reversed(outs) if op.name == "native_dropout" else outs:  # its mask is allocated first
             self.track(out)
         if op.scratch or op.detail == OVER_ROWS:  # the latter may need workspace memory with more rows
             self._event("scratch", 0, op.scratch)
 
-    def _event(self, what: What, storage: int, nbytes: int) -> None:
-        self.events.append(Event(what, storage, nbytes, len(self.ops) - 1))
+    def _event(self, kind: EventKind, storage: int, nbytes: int) -> None:
+        self.events.append(Event(kind, storage, nbytes, len(self.ops) - 1))
 
     # Memory.
 
@@ -121,21 +119,21 @@ class OperationTracker(TorchDispatchMode):
         storage = tensor.untyped_storage()
         if storage._cdata in self._ids:
             return
-        number = self._new(storage.nbytes(), BORN_IN.get(self.phase, "other"))
+        number = self._new(storage.nbytes(), CATEGORY_OF_PHASE.get(self.phase, "other"))
         self._ids[storage._cdata] = number
-        self._watched[number] = weakref.ref(storage, functools.partial(self._dies, storage._cdata, number))
+        self._watched[number] = weakref.ref(storage, functools.partial(self._freed, storage._cdata, number))
 
     def _new(self, nbytes: int, category: Category) -> int:
-        self._born += 1
-        self.category[self._born] = category
-        self._event("born", self._born, nbytes)
-        return self._born
+        number = len(self.category) + 1
+        self.category[number] = category
+        self._event("alloc", number, nbytes)
+        return number
 
-    def _dies(self, storage: int, number: int, _: Any) -> None:
+    def _freed(self, storage: int, number: int, _: Any) -> None:
         if self._ids.get(storage) == number:
             del self._ids[storage]
         self._watched.pop(number, None)
-        self._event("dies", number, 0)
+        self._event("free", number, 0)
 
     def number(self, tensor: Tensor) -> int | None:
         """The number of the storage that holds a tensor; None if it is not tracked."""
@@ -148,11 +146,11 @@ class OperationTracker(TorchDispatchMode):
             if number is not None:
                 self.category[number] = category
 
-    def _multiply(self) -> None:
+    def _cublas_workspace(self) -> None:
         """cuBLAS allocates a workspace at the first matrix product of each of the two threads, and keeps it."""
         thread = "backward" if self.phase == "backward" else "forward"
-        if thread not in self._multiplied and self.scratch and self.phase != "build":
-            self._multiplied.add(thread)
+        if thread not in self._cublas_threads and self.scratch and self.phase != "build":
+            self._cublas_threads.add(thread)
             self._new(cublas_workspace(self.capability), "workspaces")
 
     def _summed_in_place(self, left: Any, right: Any) -> bool:
@@ -164,7 +162,7 @@ class OperationTracker(TorchDispatchMode):
             return False
         if not isinstance(right, Tensor) or left.shape != right.shape or left.dtype != right.dtype:
             return False
-        tensors, storages = self._owned
+        tensors, storages = self._unshared
         return left._use_count() <= tensors and _storage_references(left) <= storages
 
     @contextmanager
@@ -192,19 +190,13 @@ class OperationTracker(TorchDispatchMode):
                 hook.remove()
 
 
-def _amp_update_scale(scale: Tensor, *_: Any) -> Tensor:
-    return scale
-
-
 # In-place operators that torch does not implement on the meta device.
 WITHOUT_META: dict[Any, Any] = {
     aten._fused_sgd_.default: lambda *_: None,
     aten._fused_sgd_.tensor_lr: lambda *_: None,
-    aten._amp_update_scale_.default: _amp_update_scale,
+    aten._amp_update_scale_.default: lambda scale, *_: scale,
 }
-
-
-REPEATS = CachedResults()
+OPERATOR_CACHE = CachedResults()
 
 
 def _storage_references(tensor: Tensor) -> int:
@@ -212,25 +204,25 @@ def _storage_references(tensor: Tensor) -> int:
 
 
 @functools.cache
-def _references_of_an_owned_gradient() -> tuple[int, int]:
-    """Reference counts of a gradient that only the engine refers to, seen in a mode. torch versions differ."""
-    seen = [(4, 2)]
+def _references_of_an_unshared_gradient() -> tuple[int, int]:
+    """Reference counts in a dispatch mode of a gradient that only the engine refers to. torch versions differ."""
+    counts: list[tuple[int, int]] = []
 
     class Probe(TorchDispatchMode):
         def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
             if function is aten.add.Tensor and not torch.is_grad_enabled():
-                seen.append((args[0]._use_count(), _storage_references(args[0])))
+                counts.append((args[0]._use_count(), _storage_references(args[0])))
             return function(*args, **(kwargs or {}))
 
     x = torch.ones(4, 4, device="meta", requires_grad=True)
     with Probe():
         y = x.exp()
         ((y * 3).sum() + (y * 2).sum() + (y * 4).sum()).backward()
-    return max(seen[1:] or seen)
+    return max(counts, default=(4, 2))
 
 
 def _make_tables(policy: PolicyConfig) -> None:
-    """Make the colour conversion tables. They are made once per process and kept, so they must not count for a step."""
+    """Make the colour conversion tables. A process makes them once and keeps them, so no step should count them."""
     from flexor.plan.trace.rehearsal import loaded_batch
 
     with OperationTracker("meta"):
@@ -261,9 +253,9 @@ def _explained(kind: str) -> Iterator[None]:
     except Exception as error:
         if kind in POLICIES:
             raise
-        what = described(error, inspect.getsourcefile(policy_class(kind)))
+        reason = described(error, inspect.getsourcefile(policy_class(kind)))
         raise ConfigError(
-            f"policy.type={kind} can't be planned: {what}. A plan runs the policy without data: conditions on "
+            f"policy.type={kind} can't be planned: {reason}. A plan runs the policy without data: conditions on "
             "tensor values are false, and values read from tensors are zero."
         ) from error
 
@@ -282,16 +274,17 @@ def trace_step(
     config = settle_for_gpu(config, gpu.compute_capability)
     _make_tables(config.policy)
     tracker = OperationTracker("meta", gpu.compute_capability)
-    dialect = CudaOnMeta(gpu.compute_capability)
-    dialect.on_cast = lambda copy: tracker.name([copy], "casts")
+    cuda = CudaOnMeta(gpu.compute_capability)
+    cuda.on_cast = lambda copy: tracker.name([copy], "casts")
     accumulation = accumulation or config.gradient_accumulation_steps or 1
-    with _explained(config.policy.type), torch.random.fork_rng(devices=[]), tracker, dialect.speak():
+    with _explained(config.policy.type), torch.random.fork_rng(devices=[]), tracker, cuda.active():
         rehearsal = Rehearsal(config, batch_size, accumulation, tracker, world_size=world_size)
         built = len(tracker.events)
-        dialect.asked.clear()
+        cuda.sync_points.clear()
         with tracker.modules(rehearsal.policy):
-            steps = [rehearsal.step(number) for number in rehearsal.steps_to_see()]
+            steps = [rehearsal.step(number) for number in rehearsal.steps_to_trace()]
     policy = rehearsal.policy
+    trained = [p for p in policy.parameters() if p.requires_grad]
     return Trace(
         events=tracker.events[: steps[-1].end],
         ops=tracker.ops,
@@ -302,11 +295,11 @@ def trace_step(
         accumulation=accumulation,
         passes=rehearsal.passes,
         parameters=sum(p.numel() for p in policy.parameters()),
-        trained=sum(p.numel() for p in policy.parameters() if p.requires_grad),
+        trained=sum(p.numel() for p in trained),
         units=rehearsal.units(),
-        gradients=sum(p.nbytes for p in policy.parameters() if p.requires_grad),
+        gradients=sum(p.nbytes for p in trained),
         inputs=rehearsal.inputs,
         saved=rehearsal.saved(),
-        attention=dict(dialect.attention),
-        asked=dialect.asked,
+        attention=dict(cuda.attention),
+        sync_points=cuda.sync_points,
     )

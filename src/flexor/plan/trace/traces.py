@@ -8,13 +8,14 @@ workspace depend on the GPU.
 from __future__ import annotations
 
 import functools
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from typing import NamedTuple
 
 from flexor.config.for_gpu import settle_for_gpu
 from flexor.config.schema import TrainConfig
 from flexor.plan.trace.cuda_on_meta import HALF, Card
 from flexor.plan.trace.events import Trace
-from flexor.plan.trace.rescale import NotAlike, rescale
+from flexor.plan.trace.rescale import OperationsDiffer, rescale
 from flexor.plan.trace.trace import trace_step
 from flexor.plan.trace.workspaces import cublas_workspace
 
@@ -24,8 +25,7 @@ PASSES = 2  # passes that differ
 Capability = tuple[int, int] | None
 
 
-@dataclass(frozen=True)
-class StandIn:
+class RepresentativeGPU(NamedTuple):
     """A GPU whose trace is used for others."""
 
     compute_capability: Capability
@@ -58,8 +58,10 @@ class Traces:
         sample is extrapolated from others too, and all GPUs with any kind of fused attention share traces.
         """
         config = settle_for_gpu(self.config, gpu.compute_capability)
-        alike = world_size == 1 or not config.policy.computes_with_bf16_copies  # only one process alone does
-        key = (config.precision, config.channels_last, alike)
+        like_single = (
+            world_size == 1 or not config.policy.computes_with_bf16_copies
+        )  # only one process alone does
+        key = (config.precision, config.channels_last, like_single)
         if key not in self._settled:
             self._settled[key] = _SettledTraces(config, self.scalable, world_size)
         return self._settled[key].at(batch_size, accumulation, gpu, costs=costs, exact=exact)
@@ -81,7 +83,7 @@ class _SettledTraces:
 
     def at(self, batch_size: int, accumulation: int, gpu: Card, *, costs: bool, exact: bool) -> Trace:
         single = (batch_size < LOW and exact) or not self.scalable
-        key = (batch_size, accumulation, self._stand_in(gpu.compute_capability, exact))
+        key = (batch_size, accumulation, self._representative(gpu.compute_capability, exact))
         if single:
             trace = self._traced(*key)
         elif key in self._scaled:
@@ -92,36 +94,35 @@ class _SettledTraces:
                 self._scaled[key] = trace
         return _with_workspaces(trace, cublas_workspace(gpu.compute_capability))
 
-    def _rescaled(self, batch_size: int, accumulation: int, stands: Capability, *, costs: bool) -> Trace:
+    def _rescaled(self, batch_size: int, accumulation: int, capability: Capability, *, costs: bool) -> Trace:
         passes = min(accumulation, PASSES)
         if passes == accumulation and batch_size in (LOW, HIGH):
-            return self._traced(batch_size, passes, stands)
-        low, high = (self._traced(size, passes, stands) for size in (LOW, HIGH))
+            return self._traced(batch_size, passes, capability)
+        low, high = (self._traced(size, passes, capability) for size in (LOW, HIGH))
         try:
             low = replace(low, accumulation=accumulation)
             return rescale(low, high, batch_size, self.config, costs=costs)
-        except NotAlike:
+        except OperationsDiffer:
             self.scalable = False
-            return self._traced(batch_size, accumulation, stands)
+            return self._traced(batch_size, accumulation, capability)
 
-    def _traced(self, batch_size: int, accumulation: int, stands: Capability) -> Trace:
-        key = (batch_size, accumulation, stands)
+    def _traced(self, batch_size: int, accumulation: int, capability: Capability) -> Trace:
+        key = (batch_size, accumulation, capability)
         if key not in self._made:
-            self._made[key] = trace_step(
-                self.config, batch_size, StandIn(stands), accumulation, self.world_size
-            )
+            gpu = RepresentativeGPU(capability)
+            self._made[key] = trace_step(self.config, batch_size, gpu, accumulation, self.world_size)
         return self._made[key]
 
-    def _stand_in(self, capability: Capability, exact: bool) -> Capability:
+    def _representative(self, capability: Capability, exact: bool) -> Capability:
         """A GPU for which torch makes the same choices; if possible, one that was traced already."""
-        own = _kind(capability)
-        seen = {stands: trace for (_, _, stands), trace in self._made.items()}
-        if own in seen:
-            return own
-        fused = [stands for stands in seen if stands is not None and stands >= (8, 0)]
-        if fused and not exact and own != (7, 5):
+        capability = _kind(capability)
+        traced = {gpu: trace for (_, _, gpu), trace in self._made.items()}
+        if capability in traced:
+            return capability
+        fused = [gpu for gpu in traced if gpu is not None and gpu >= (8, 0)]
+        if fused and not exact and capability != (7, 5):
             return fused[0]
-        return next((stands for stands, trace in seen.items() if _alike(trace, stands, own)), own)
+        return next((gpu for gpu, trace in traced.items() if _same_step(trace, gpu, capability)), capability)
 
 
 def _kind(capability: Capability) -> Capability:
@@ -131,21 +132,19 @@ def _kind(capability: Capability) -> Capability:
     return (7, 5) if capability < (8, 0) else (8, 0)
 
 
-def _alike(trace: Trace, card: Capability, other: Capability) -> bool:
+def _same_step(trace: Trace, gpu: Capability, other: Capability) -> bool:
     """Whether a step is the same on two GPUs: in float32 all CUDA GPUs use the same attention kernel."""
     if not trace.attention:
         return True
-    return None not in (card, other) and not any(dtype in HALF for _, _, dtype, _ in trace.attention)
+    return None not in (gpu, other) and not any(dtype in HALF for _, _, dtype, _ in trace.attention)
 
 
 @functools.lru_cache(maxsize=8)
 def _with_workspaces(trace: Trace, size: int) -> Trace:
     """The trace with cuBLAS workspaces of another size."""
-    own = [n for n, category in trace.category.items() if category == "workspaces"]
-    if all(event.nbytes == size for event in trace.events if event.what == "born" and event.storage in own):
-        return trace
-    events = [
-        event._replace(nbytes=size) if event.what == "born" and event.storage in own else event
-        for event in trace.events
-    ]
-    return replace(trace, events=events)
+    workspaces = {n for n, category in trace.category.items() if category == "workspaces"}
+    events = list(trace.events)
+    for at, event in enumerate(events):
+        if event.kind == "alloc" and event.storage in workspaces and event.nbytes != size:
+            events[at] = event._replace(nbytes=size)
+    return trace if events == trace.events else replace(trace, events=events)

@@ -84,18 +84,11 @@ def _convolution(op: Op, args: Sequence[Any], outs: Sequence[Tensor]) -> int:
     return copies
 
 
-def _to_channels_last(x: Tensor, others: Sequence[Tensor]) -> int:
+def _to_channels_last(x: Tensor, tensors: Sequence[Tensor]) -> int:
     """Copies of what is not in the channels-last format; of one dimension, the input is first made contiguous."""
     twice = nbytes(x) if x.dim() == 3 and not x.is_contiguous() else 0
-    return (
-        twice
-        + nbytes(x) * is_copied(x)
-        + sum(
-            nbytes(each)
-            for each in others
-            if not as_image(each).is_contiguous(memory_format=torch.channels_last)
-        )
-    )
+    copied = [t for t in tensors if not as_image(t).is_contiguous(memory_format=torch.channels_last)]
+    return twice + nbytes(x) * is_copied(x) + sum(map(nbytes, copied))
 
 
 def share_at_once(op: Op) -> float:
@@ -120,18 +113,18 @@ def partial_sums(op: Op) -> int:
     if op.dtype is None or not op.written:
         return 0
     rows, columns = op.read // op.written, op.written // op.dtype.itemsize
-    together = next(n for n in (4, 2, 1) if columns % n == 0)
-    threads = 512 // together
-    width = min(_power(columns // together), 32)
+    vector = next(n for n in (4, 2, 1) if columns % n == 0)
+    threads = 512 // vector
+    width = min(_power(columns // vector), 32)
     height = min(_power(rows), threads // width)
-    width = min(_power(columns // together), threads // height)
+    width = min(_power(columns // vector), threads // height)
     each = -(-rows // height)
-    grid = -(-columns // (together * width))
+    grid = -(-columns // (vector * width))
     busy = MULTIPROCESSORS * (THREADS // (width * height))
     if each < 256 or grid > busy:
         return 0
     blocks = max(min(-(-busy // grid), -(-each // 16)), -(-each // 256))
-    return 4 * columns * blocks * width * together if blocks > 1 else 0
+    return 4 * columns * blocks * width * vector if blocks > 1 else 0
 
 
 def _power(value: int) -> int:
@@ -141,10 +134,10 @@ def _power(value: int) -> int:
 
 def _indices(indices: Sequence[Tensor | None]) -> int:
     """Index tensors with different memory layouts are copied to the same layout."""
-    given = torch.broadcast_tensors(*(index for index in indices if index is not None))
-    if len({index.stride() for index in given}) < 2:
+    broadcast = torch.broadcast_tensors(*(index for index in indices if index is not None))
+    if len({index.stride() for index in broadcast}) < 2:
         return 0
-    return sum(index.numel() * 8 for index in given if not index.is_contiguous())
+    return sum(index.numel() * 8 for index in broadcast if not index.is_contiguous())
 
 
 def _attention_backward(op: Op) -> int:
