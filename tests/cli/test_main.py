@@ -73,7 +73,13 @@ def test_a_command_line_is_parsed_once(run, tmp_path, monkeypatch):
 # Verbs and help
 
 
-@pytest.mark.parametrize("arguments", [[], ["--help"], ["-h"], ["help"]])
+def test_the_program_alone_names_what_to_do_first(capsys):
+    assert main([]) == 0
+    text = capsys.readouterr().out
+    assert all(f"\n  flexor {verb}" in text for verb in ("demo", "plan", "train")) and "flexor --help" in text
+
+
+@pytest.mark.parametrize("arguments", [["--help"], ["-h"], ["help"]])
 def test_usage_names_every_verb(arguments, capsys):
     assert main(arguments) == 0
     text = capsys.readouterr().out

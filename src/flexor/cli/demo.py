@@ -33,7 +33,7 @@ SUMMARY = "summary.json"
 def run(arguments: list[str]) -> int:
     parser = argparse.ArgumentParser(
         prog="flexor demo",
-        description="Record data, train a policy and evaluate it on the built-in task. This takes minutes on a CPU. "
+        description="Record demonstrations, train a policy and evaluate it on the built-in task, in minutes on a CPU. "
         "Settings of `flexor train` are accepted.",
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
