@@ -48,7 +48,6 @@ def _add_data(measures: Any) -> None:
         help="how fast batches are loaded, and how fast the hardware could load them",
         description="Load a dataset without a model, and compare the speed with the limits of the hardware. "
         "Settings of `flexor train` are accepted: --dataset.*, --batch_size, --num_workers, --seed, --policy.*.",
-        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
         allow_abbrev=False,
     )
     parser.add_argument(
@@ -56,21 +55,25 @@ def _add_data(measures: Any) -> None:
         choices=MODES,
         default="single",
         help="contents of a sample: one frame of all cameras (single), eight steps one second apart (sarm), or the "
-        "observations and actions that --policy.type trains on (policy)",
+        "observations and actions that --policy.type trains on (policy) (default: %(default)s)",
     )
-    parser.add_argument("--ranks", type=int, default=1, help="number of processes that load in parallel")
-    parser.add_argument("--epochs", type=int, default=1, help="number of epochs to load")
-    parser.add_argument("--batches", type=int, help="stop after this number of batches instead")
-    parser.add_argument("--warmup", type=int, default=0, help="number of batches to load before measuring")
+    for flag, default, text in (
+        ("--ranks", 1, "number of processes that load in parallel (default: 1)"),
+        ("--epochs", 1, "number of epochs to load (default: 1)"),
+        ("--batches", None, "stop after this number of batches instead"),
+        ("--warmup", 0, "number of batches to load before measuring (default: 0)"),
+    ):
+        parser.add_argument(flag, type=int, default=default, metavar="N", help=text)
     parser.add_argument(
         "--source",
         default="disk",
-        help="where the data is stored, a label for the report: hub, bucket, warmed bucket, disk",
+        help="label for the report, where the data is stored: hub, bucket, warmed bucket, disk (default: disk)",
     )
     parser.add_argument(
         "--device",
         default="cuda" if torch.cuda.is_available() else "host",
-        help="where batches go: cuda, cpu (images are converted to RGB there), or host (ready to be sent to a GPU)",
+        help="where batches go: cuda, cpu (images are converted to RGB there), or host (ready to be sent to a GPU) "
+        "(default: %(default)s)",
     )
     parser.add_argument(
         "--output", type=Path, help="folder or FILE.json for the report; a CSV file is written next to it"

@@ -35,10 +35,13 @@ def run(arguments: list[str]) -> int:
         prog="flexor demo",
         description="Record demonstrations, train a policy and evaluate it on the built-in task, in minutes on a CPU. "
         "Settings of `flexor train` are accepted.",
-        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
     parser.add_argument(
-        "--output-dir", "--output_dir", type=Path, default=Path("runs/demo"), help="folder for the run"
+        "--output-dir",
+        "--output_dir",
+        type=Path,
+        default=Path("runs/demo"),
+        help="folder for the run (default: runs/demo)",
     )
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     parsed, settings = parser.parse_known_args(arguments)
