@@ -156,11 +156,7 @@ def _add_policy(measures: Any) -> None:
         "checkpoint", nargs="?", help="a run, a checkpoint, a pretrained_model folder or a Hub repository"
     )
     parser.add_argument(
-        "--batches",
-        type=int,
-        nargs="+",
-        metavar="N",
-        help="batch sizes: robots per prediction (default 1 8)",
+        "--batches", type=int, nargs="+", metavar="N", help="batch sizes: robots per prediction (default 1 8)"
     )
     parser.add_argument(
         "--calls", type=int, metavar="N", help="predictions to measure (default 30, on a CPU 3)"

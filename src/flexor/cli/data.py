@@ -314,10 +314,7 @@ def _cache(parsed: argparse.Namespace) -> int:
         return 0
     if parsed.prune:
         removed = cache_folders.prune(
-            older_than=parsed.older_than,
-            limit_bytes=parsed.to,
-            dataset=parsed.dataset,
-            everything=parsed.all,
+            older_than=parsed.older_than, limit_bytes=parsed.to, dataset=parsed.dataset, everything=parsed.all
         )
         nbytes = sum(info.nbytes for info in removed)
         report = {"removed": [info.to_json() for info in removed], "nbytes": nbytes}

@@ -36,11 +36,7 @@ def run(arguments: list[str]) -> int:
     if parsed.policy is None and server is None:
         parser.error("name a policy (a run, a checkpoint, a Hub repository), or a --server that has one")
     result, text = evaluate_policy(
-        parsed.policy,
-        [*parsed.settings, *more],
-        parsed.videos,
-        progress("evaluating"),
-        server,
+        parsed.policy, [*parsed.settings, *more], parsed.videos, progress("evaluating"), server
     )
     print_result(result, parsed.json, text)
     return 0

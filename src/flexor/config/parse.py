@@ -15,16 +15,7 @@ from flexor.core.errors import CheckpointError, ConfigError
 from flexor.core.foreign_files import read_text, read_yaml
 from flexor.core.run_files import CHECKPOINTS, POLICY_CONFIG, PRETRAINED, RUN_CONFIG, newest_checkpoints
 from flexor.core.trust import require_trust, settled, trust
-from flexor.core.typed import (
-    Partial,
-    Text,
-    closest,
-    coerce,
-    field_types,
-    from_plain,
-    load_yaml,
-    parse_yaml,
-)
+from flexor.core.typed import Partial, Text, closest, coerce, field_types, from_plain, load_yaml, parse_yaml
 from flexor.data.format.episode_list import episode_setting
 from flexor.policies import PolicyConfig, policy_class
 from flexor.policies.external import is_code, short_name
