@@ -31,9 +31,9 @@ def test_text(healthy, capsys):
 
 def test_json(healthy, capsys):
     assert main(["doctor", "--json"]) == 0
-    found = json.loads(capsys.readouterr().out)
-    assert found["problems"] == [] and found["packages"]["torch"] and found["torch"]["version"]
-    assert found["decoders"]["h264"] is True
+    report = json.loads(capsys.readouterr().out)
+    assert report["problems"] == [] and report["packages"]["torch"] and report["torch"]["version"]
+    assert report["decoders"]["h264"] is True
 
 
 def test_a_problem_has_a_fix_and_an_exit_code(healthy, monkeypatch, capsys):

@@ -31,7 +31,7 @@ def four_gpus(monkeypatch):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
 
 
-def shown(capsys, *arguments: str) -> list[str]:
+def printed_commands(capsys, *arguments: str) -> list[str]:
     assert main(["launch", "local", "--dry-run", *arguments]) == 0
     return capsys.readouterr().out.splitlines()
 
@@ -47,16 +47,16 @@ def shown(capsys, *arguments: str) -> list[str]:
     ],
 )
 def test_dry_run_shows_what_would_be_started(arguments, command, four_gpus, capsys):
-    lines = shown(capsys, *arguments)
+    lines = printed_commands(capsys, *arguments)
     assert [re.search(r"\bRANK=(\d)", line)[1] for line in lines] == ["0", "1"]
     assert all(line.endswith(f" -m flexor {command}") for line in lines)
     assert all(("CUDA_VISIBLE_DEVICES=''" in line) == ("--processes=2" in arguments) for line in lines)
 
 
 def test_all_visible_gpus_unless_told_otherwise(four_gpus, capsys):
-    assert len(shown(capsys)) == len(shown(capsys, "--gpus=all")) == 4
-    assert "RANK" not in shown(capsys, "--gpus=1")[0]  # one process needs no launcher
-    assert "RANK=0" in shown(capsys, "--gpus=1", "--max-restarts=1")[0]  # but to start it again
+    assert len(printed_commands(capsys)) == len(printed_commands(capsys, "--gpus=all")) == 4
+    assert "RANK" not in printed_commands(capsys, "--gpus=1")[0]  # one process needs no launcher
+    assert "RANK=0" in printed_commands(capsys, "--gpus=1", "--max-restarts=1")[0]  # but to start it again
 
 
 @pytest.mark.parametrize("verb", [["train"], ["launch", "local"], ["resume", "run"]])
@@ -107,10 +107,10 @@ def test_one_process_is_this_one(no_gpu, capsys):
 def test_a_mistake_in_the_settings_is_said_and_not_repeated_by_restarts(warm_python, tmp_path):
     """A launcher and two processes of Flexor."""
     arguments = ["launch", "local", "--processes=2", "--max-restarts=1", "resume", str(tmp_path / "nowhere")]
-    found = subprocess.run([warm_python, "-m", "flexor", *arguments], capture_output=True, text=True)
-    assert found.returncode == 1, found.stderr
-    assert "nowhere" in found.stderr and re.search(r"rank \d \(pid \d+\) ended with code 1", found.stderr)
-    assert "restart" not in found.stderr
+    result = subprocess.run([warm_python, "-m", "flexor", *arguments], capture_output=True, text=True)
+    assert result.returncode == 1, result.stderr
+    assert "nowhere" in result.stderr and re.search(r"rank \d \(pid \d+\) ended with code 1", result.stderr)
+    assert "restart" not in result.stderr
 
 
 # scripts/train_multi_gpu.sh
@@ -128,14 +128,16 @@ def program(path: Path, text: str) -> Path:
 
 def script(path: Path, *arguments: str, file: Path = SCRIPT) -> subprocess.CompletedProcess[str]:
     """The script, where only the programs in the folder `path` are found."""
-    own = {"PATH": f"{path}:/usr/bin:/bin", "CUDA_VISIBLE_DEVICES": "0,2"}
-    return subprocess.run([file, *arguments], capture_output=True, text=True, env={**os.environ, **own})
+    environment = {"PATH": f"{path}:/usr/bin:/bin", "CUDA_VISIBLE_DEVICES": "0,2"}
+    return subprocess.run(
+        [file, *arguments], capture_output=True, text=True, env={**os.environ, **environment}
+    )
 
 
 def test_script_trains_on_all_visible_gpus(tmp_path):
     program(tmp_path / "flexor", ECHO)
-    found = script(tmp_path, "--config", "run.yaml", "--steps=5")
-    assert (found.returncode, found.stdout) == (75, "train --config run.yaml --steps=5 --gpus=all on 0,2\n")
+    result = script(tmp_path, "--config", "run.yaml", "--steps=5")
+    assert (result.returncode, result.stdout) == (75, "train --config run.yaml --steps=5 --gpus=all on 0,2\n")
 
 
 def test_script_finds_the_project_environment(tmp_path):
@@ -159,5 +161,5 @@ def test_script_says_what_it_is(tmp_path):
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 def test_script_refuses_without_a_gpu(warm_python, tmp_path):
     program(tmp_path / "flexor", f'#!/bin/sh\nexec {warm_python} -m flexor "$@"\n')
-    found = script(tmp_path, "--config", "run.yaml")
-    assert found.returncode == 2 and "sees no GPU" in found.stderr
+    result = script(tmp_path, "--config", "run.yaml")
+    assert result.returncode == 2 and "sees no GPU" in result.stderr

@@ -73,7 +73,13 @@ def test_a_command_line_is_parsed_once(run, tmp_path, monkeypatch):
 # Verbs and help
 
 
-@pytest.mark.parametrize("arguments", [[], ["--help"], ["-h"], ["help"]])
+def test_the_program_alone_names_what_to_do_first(capsys):
+    assert main([]) == 0
+    text = capsys.readouterr().out
+    assert all(f"\n  flexor {verb}" in text for verb in ("demo", "plan", "train")) and "flexor --help" in text
+
+
+@pytest.mark.parametrize("arguments", [["--help"], ["-h"], ["help"]])
 def test_usage_names_every_verb(arguments, capsys):
     assert main(arguments) == 0
     text = capsys.readouterr().out
@@ -105,8 +111,8 @@ def test_unknown_verb_suggests(verb, near, capsys):
 
 
 def test_module_is_the_program():
-    found = subprocess.run([sys.executable, "-m", "flexor", "--version"], capture_output=True, text=True)
-    assert (found.returncode, found.stdout) == (0, f"flexor {__version__}\n")
+    result = subprocess.run([sys.executable, "-m", "flexor", "--version"], capture_output=True, text=True)
+    assert (result.returncode, result.stdout) == (0, f"flexor {__version__}\n")
 
 
 @pytest.mark.parametrize(
@@ -132,11 +138,11 @@ def test_train_json(lowdim, tiny_act, tmp_path, capsys):
     ]
     assert main(["train", *flags, *tiny_act, "--json"]) == 0
     captured = capsys.readouterr()
-    found = json.loads(captured.out)
+    result = json.loads(captured.out)
     assert captured.out.count("\n") == 1
-    assert found["run"] == str(folder) and found["step"] == 2
-    assert found["checkpoint"] == str(folder / "checkpoints" / "000002")
-    assert found["metrics"]["loss"] > 0 and found["wall_clock_s"] > 0
+    assert result["run"] == str(folder) and result["step"] == 2
+    assert result["checkpoint"] == str(folder / "checkpoints" / "000002")
+    assert result["metrics"]["loss"] > 0 and result["wall_clock_s"] > 0
     assert main(["resume", str(folder), "--steps=3", "--json"]) == 0
     assert only_json(capsys)["step"] == 3
 
@@ -182,19 +188,19 @@ def test_nothing_is_logged_to_services_that_are_not_there(lowdim, tiny_act, tmp_
 @pytest.mark.parametrize("where", ["", "checkpoints/last", "checkpoints/000001/pretrained_model"])
 def test_eval_takes_the_runs_environment(where, run, capsys):
     assert main(["eval", str(run / where), "--env.max_steps=3", "--json"]) == 0
-    found = only_json(capsys)
-    assert found["env"] == "place" and 0 <= found["success_rate"] <= 1
+    result = only_json(capsys)
+    assert result["env"] == "place" and 0 <= result["success_rate"] <= 1
 
 
 def test_eval_repeats_exactly(run, capsys):
-    found = []
+    result = []
     for batch in (1, 1, 2):
         assert main(["eval", str(run), "--env.max_steps=5", f"--eval.batch_size={batch}", "--json"]) == 0
-        found.append(only_json(capsys))
-    assert found[0] == found[1]
+        result.append(only_json(capsys))
+    assert result[0] == result[1]
     rewards = ("mean_return", "mean_max_reward")  # with another batch size by other kernels, in float32
-    assert [found[0][name] for name in rewards] == pytest.approx(
-        [found[2][name] for name in rewards], rel=1e-4
+    assert [result[0][name] for name in rewards] == pytest.approx(
+        [result[2][name] for name in rewards], rel=1e-4
     )
 
 
@@ -322,10 +328,10 @@ def test_demo_from_end_to_end(dataset, tiny_act, tmp_path, capsys):
     more = ["--eval.n_episodes=2", "--env.max_steps=3", "--eval.videos=1"]
     for _ in range(2):  # the second finds the first in its place
         assert main(["demo", "--output-dir", str(folder), "--json", *small, *more]) == 0
-        found = only_json(capsys)
-    assert json.loads((folder / "summary.json").read_text()) == found
-    assert {"success_rate", "expert_success_rate", "untrained_success_rate"} <= found.keys()
-    assert Path(found["checkpoint"]).is_dir() and Path(found["video"]).is_file()
+        result = only_json(capsys)
+    assert json.loads((folder / "summary.json").read_text()) == result
+    assert {"success_rate", "expert_success_rate", "untrained_success_rate"} <= result.keys()
+    assert Path(result["checkpoint"]).is_dir() and Path(result["video"]).is_file()
 
 
 @pytest.mark.parametrize("verb", ["resume", "watch --once", "report", "data info", "eval --env.type=place"])

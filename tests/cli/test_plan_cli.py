@@ -44,13 +44,13 @@ ONE = "--gpus=1"  # for plans of which the comparison with more GPUs is not look
 @pytest.fixture(scope="module", autouse=True)
 def studied_once() -> Iterator[None]:
     """Tests ask for the same plan, as text and as JSON: what is shown is found out once."""
-    study, found = verb._study, {}
+    study, result = verb._study, {}
 
     def once(parsed: argparse.Namespace, settings: list[str], hardware: Hardware) -> Comparison:
         key = (repr({**vars(parsed), "json": None}), *settings)
-        if key not in found:
-            found[key] = study(parsed, settings, hardware)
-        return found[key]
+        if key not in result:
+            result[key] = study(parsed, settings, hardware)
+        return result[key]
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(verb, "_study", once)
@@ -89,35 +89,35 @@ def test_a_run_with_a_graph_is_not_bound_by_the_host(capsys):
     assert (graph["time"]["graph"], graph["time"]["bound"]) == (True, "gpu")
     assert (eager["time"]["graph"], eager["time"]["bound"]) == (False, "host")
     assert graph["time"]["step_s"] == pytest.approx(eager["time"]["at_best_s"])
-    said = []
+    notes = []
     for more in ([], ["--step=eager", ONE], ["--step=eager", ONE, "--activation_checkpointing=true"]):
         cli.main(["plan", *JOB, "--gpu=4090", *more])
-        said.append(capsys.readouterr().out)
-    assert "Steps are replayed as a CUDA graph" in said[0] and "--step=auto" not in said[0]
-    assert "With --step=auto, as a CUDA graph, a step would take" in said[1]
-    assert "Without launch overhead, a step would take" in said[2] and "--step=auto" not in said[2]
+        notes.append(capsys.readouterr().out)
+    assert "Steps are replayed as a CUDA graph" in notes[0] and "--step=auto" not in notes[0]
+    assert "With --step=auto, as a CUDA graph, a step would take" in notes[1]
+    assert "Without launch overhead, a step would take" in notes[2] and "--step=auto" not in notes[2]
 
 
 def test_the_precision_is_that_of_the_gpu(capsys):
     for gpu, precision in ((["--gpu=4090"], "bf16"), (["--gpu=T4", ONE], "float32")):
         cli.main(["plan", *JOB, *gpu])
         assert f"Batch size 8 in {precision}" in capsys.readouterr().out
-    _, given = plan("--gpu=4090", "--precision=no", ONE)
+    _, expected = plan("--gpu=4090", "--precision=no", ONE)
     _, auto = plan("--gpu=4090")
-    assert auto["memory"]["activations_bytes"] < given["memory"]["activations_bytes"]
+    assert auto["memory"]["activations_bytes"] < expected["memory"]["activations_bytes"]
 
 
 def test_compiled_blocks_have_bounds(capsys):
-    code, found = plan("--gpu=4090", "--compile=true", ONE)
-    times = found["time"]
+    code, result = plan("--gpu=4090", "--compile=true", ONE)
+    times = result["time"]
     assert code == 0 and 0 < times["compiled_at_best_s"] < times["at_best_s"] <= times["step_s"]
     cli.main(["plan", *JOB, "--gpu=4090", "--compile=true", ONE])
     assert "Compiled blocks" in capsys.readouterr().out
 
 
 def test_where_a_policy_of_ones_own_waits_is_said(capsys, tmp_path: Path):
-    own = tmp_path / "own.py"
-    own.write_text(
+    file = tmp_path / "own.py"
+    file.write_text(
         "from dataclasses import dataclass\n"
         "from flexor.policies.act.policy import ACT, ACTConfig\n"
         "@dataclass\n"
@@ -130,44 +130,44 @@ def test_where_a_policy_of_ones_own_waits_is_said(capsys, tmp_path: Path):
         "            raise ValueError\n"
         "        return found\n"
     )
-    assert cli.main(["plan", *JOB, f"--policy.type={own}:Own", "--gpu=4090", ONE]) == 0
+    assert cli.main(["plan", *JOB, f"--policy.type={file}:Own", "--gpu=4090", ONE]) == 0
     assert (
         "makes the host wait for the GPU: bool in own.py, line 9. Host and GPU then"
         in capsys.readouterr().out
     )
-    assert plan(f"--policy.type={own}:Own", "--gpu=4090", ONE)[1]["time"]["waits"] == [
+    assert plan(f"--policy.type={file}:Own", "--gpu=4090", ONE)[1]["time"]["waits"] == [
         "bool in own.py, line 9"
     ]
     assert plan("--gpu=4090")[1]["time"]["waits"] == []
 
 
 def test_json_has_units_and_adds_up():
-    code, found = plan("--gpu=4090")
-    assert code == 0 and found["fits"] and found["steps"] == 250
-    memory = found["memory"]
+    code, result = plan("--gpu=4090")
+    assert code == 0 and result["fits"] and result["steps"] == 250
+    memory = result["memory"]
     parts = [v for k, v in memory.items() if k.endswith("_bytes")]
     assert memory["peak_bytes"] == memory["reserved_bytes"] + memory["context_bytes"]
     assert all(isinstance(size, int) for size in parts)
-    assert {choice["gpus"] for choice in found["choices"]} == {1, 2, 4, 8}
-    assert {choice["gpu"] for choice in found["choices"]} == {"RTX 4090"}
+    assert {choice["gpus"] for choice in result["choices"]} == {1, 2, 4, 8}
+    assert {choice["gpu"] for choice in result["choices"]} == {"RTX 4090"}
 
 
 def test_without_a_gpu_all_are_compared_and_the_cheapest_is_described(monkeypatch):
     monkeypatch.setattr("flexor.plan.site.hardware.gpu_here", lambda hardware: None)
-    _, found = plan("--gpus=1")
-    assert {choice["gpu"] for choice in found["choices"]} == set(load_hardware().gpus)
-    assert found["gpu"] == found["choices"][0]["gpu"]
+    _, result = plan("--gpus=1")
+    assert {choice["gpu"] for choice in result["choices"]} == set(load_hardware().gpus)
+    assert result["gpu"] == result["choices"][0]["gpu"]
 
 
 def test_what_does_not_fit_ends_with_1_and_says_what_to_change(capsys, tmp_path):
-    own = tmp_path / "gpus.toml"
-    own.write_text(
+    file = tmp_path / "gpus.toml"
+    file.write_text(
         '[gpus."Small"]\nmemory_gib = 0.6\nbandwidth_gb_s = 100\ntflops = { fp32 = 5, bf16 = 10 }\ntdp_w = 50\n'
         'capability = "8.6"\n'
     )
-    code, found = plan(f"--gpus-file={own}", "--gpu=small", "--batch_size=512", ONE)
-    assert code == 1 and not found["fits"]
-    assert found["remedy"] and found["changes"][0]["saves_bytes"] > 0
+    code, result = plan(f"--gpus-file={file}", "--gpu=small", "--batch_size=512", ONE)
+    assert code == 1 and not result["fits"]
+    assert result["remedy"] and result["changes"][0]["saves_bytes"] > 0
 
 
 def test_a_dataset_that_is_there_is_opened(capsys, tmp_path):
@@ -180,8 +180,8 @@ def test_a_dataset_that_is_there_is_opened(capsys, tmp_path):
         "--steps=10",
     ]
     assert cli.main(["plan", "--json", *words]) == 0
-    found = json.loads(capsys.readouterr().out)
-    assert found["data"]["frames"] > 10 and found["host"]["disk_dataset_bytes"] > 0
+    result = json.loads(capsys.readouterr().out)
+    assert result["data"]["frames"] > 10 and result["host"]["disk_dataset_bytes"] > 0
     assert cli.main(["plan", "--frames=100", *words]) == 2
     assert (
         "--frames describes a dataset that is not recorded yet, but a dataset is given too"
@@ -190,7 +190,7 @@ def test_a_dataset_that_is_there_is_opened(capsys, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("flags", "said"),
+    ("flags", "message"),
     [
         (["--gpu=RTX 9999"], "Unknown GPU 'RTX 9999'"),
         (["--gpu=4090", "--cameras=2x480"], "--cameras=2x480 must be NUMBERxHEIGHTxWIDTH"),
@@ -201,9 +201,9 @@ def test_a_dataset_that_is_there_is_opened(capsys, tmp_path):
         (["--gpu=4090", "--executed=1000"], "--executed=1000: a chunk has only 10 actions. Use at most 10"),
     ],
 )
-def test_mistakes_are_named(flags, said, capsys):
+def test_mistakes_are_named(flags, message, capsys):
     assert cli.main(["plan", *JOB[:-2], *[word for word in JOB[-2:] if "cameras" not in word], *flags]) == 2
-    assert said in capsys.readouterr().err
+    assert message in capsys.readouterr().err
 
 
 def test_html_is_one_file_with_three_plots(capsys, tmp_path):
@@ -227,10 +227,10 @@ def test_the_hardware_page_is_what_the_table_prints():
     """For one policy of all; the others take a minute."""
     page = (ROOT / "docs/hardware.md").read_text()
     made = hardware_guide(load_hardware(), ["act"])
-    others = "".join(
+    other_flags = "".join(
         line for line in page.splitlines(keepends=True) if re.match(r"\| (?!act |Policy|---)", line)
     )
-    assert page.replace(others, "") == made, "run `flexor plan --table > docs/hardware.md`"
+    assert page.replace(other_flags, "") == made, "run `flexor plan --table > docs/hardware.md`"
     assert {line.split()[1] for line in page.splitlines() if line.startswith("| ")} - {"Policy", "---"} == {
         *POLICIES
     }

@@ -289,8 +289,8 @@ def test_typo_in_a_known_group_suggests_a_name_that_exists(wrong):
     message = str(error.value)
     suggestions = message.partition("Did you mean ")[2].rstrip("?").split(" or ")
     if "Unknown setting" in message and suggestions != [""]:
-        known = {*KEYS, *GROUPS, "policy_path"}
-        assert set(suggestions) <= known
+        keys = {*KEYS, *GROUPS, "policy_path"}
+        assert set(suggestions) <= keys
 
 
 @given(st.sampled_from(KEYS), st.text(max_size=12) | st.integers().map(str) | st.floats().map(str))
@@ -391,15 +391,15 @@ LEROBOT_TRAIN = [
 def test_a_lerobot_command_with_everything_is_taken(log_lines):
     config = load_config(LEROBOT_TRAIN)
     assert config.optimizer.lr == 1e-4 and config.deterministic and config.dataset.episodes == [0, 1]
-    said = " ".join(log_lines)
+    message = " ".join(log_lines)
     for ignored in (
         "prefetch_factor",
         "dataset.video_backend",
         "wandb.add_tags",
         "tolerance_s",
     ):
-        assert f"--{ignored} has no effect in Flexor" in said
-    assert "push_to_hub" not in said and "repo_id" not in said  # it has an effect
+        assert f"--{ignored} has no effect in Flexor" in message
+    assert "push_to_hub" not in message and "repo_id" not in message  # it has an effect
     assert config.policy.repo_id == "me/policy" and config.policy.tags == ["a", "b"] and config.policy.private
     assert not pushes_policy(config)  # push_to_hub=false
 
@@ -476,35 +476,35 @@ ONE = {"type": "ColorJitter", "weight": 2.0, "kwargs": {"hue": [-0.1, 0.1]}}
     ids=["JSON", "YAML", "all of it"],
 )  # fmt: skip
 def test_lerobots_forms_of_image_transforms(flags):
-    found = load_config([DATA, *flags]).dataset.image_transforms
-    assert found.enable and found.max_num_transforms == 3 and not found.random_order
-    assert to_plain(found.tfs) == {"one": ONE}
+    settings_read = load_config([DATA, *flags]).dataset.image_transforms
+    assert settings_read.enable and settings_read.max_num_transforms == 3 and not settings_read.random_order
+    assert to_plain(settings_read.tfs) == {"one": ONE}
 
 
 def test_parts_of_the_default_image_transforms_can_change():
     default = to_plain(load_config([DATA]).dataset.image_transforms)
     flags = [f"--{AUGMENTED}.tfs.hue.weight=0", f"--{AUGMENTED}.tfs.affine.kwargs={{degrees: 9}}"]
     flags += [f"--{AUGMENTED}.tfs.blur.type=GaussianBlur", f"--{AUGMENTED}.tfs.blur.kwargs.kernel_size=3"]
-    found = to_plain(load_config([DATA, f"--{AUGMENTED}.enable", *flags]).dataset.image_transforms)
+    settings_read = to_plain(load_config([DATA, f"--{AUGMENTED}.enable", *flags]).dataset.image_transforms)
     blur = {"weight": 1.0, "type": "GaussianBlur", "kwargs": {"kernel_size": 3}}
-    assert found["tfs"] == {
+    assert settings_read["tfs"] == {
         **default["tfs"],
         "hue": {**default["tfs"]["hue"], "weight": 0.0},
         "affine": {**default["tfs"]["affine"], "kwargs": {"degrees": 9}},
         "blur": blur,
     }
-    assert list(found["tfs"]) == [*default["tfs"], "blur"]
+    assert list(settings_read["tfs"]) == [*default["tfs"], "blur"]
 
 
 def test_image_transforms_of_a_file_can_change(tmp_path):
     file = tmp_path / "train_config.json"
     settings = {"enable": True, "max_num_transforms": 2, "random_order": True, "tfs": {"one": ONE}}
     file.write_text(json.dumps({"dataset": {"root": "x", "image_transforms": settings}}))
-    found = load_config(
+    settings_read = load_config(
         [f"--config={file}", f"--{AUGMENTED}.tfs.one.weight=3", f"--{AUGMENTED}.random_order=false"]
     )
     tfs = {"one": {**ONE, "weight": 3.0}}
-    assert to_plain(found.dataset.image_transforms) == {**settings, "random_order": False, "tfs": tfs}
+    assert to_plain(settings_read.dataset.image_transforms) == {**settings, "random_order": False, "tfs": tfs}
 
 
 @pytest.mark.parametrize(
@@ -539,7 +539,7 @@ def test_names_to_change_are_json_or_yaml(text, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("flag", "said"),
+    ("flag", "message"),
     [
         ("--rename_map.observation.images.top=observation.images.a", "give all names at once"),
         ("--rename_map=top", "expected dict of text, text"),
@@ -553,8 +553,8 @@ def test_names_to_change_are_json_or_yaml(text, tmp_path):
         ),
     ],
 )
-def test_names_that_can_not_be_changed(flag, said):
-    with pytest.raises(ConfigError, match=said):
+def test_names_that_can_not_be_changed(flag, message):
+    with pytest.raises(ConfigError, match=message):
         load_config([DATA, flag])
 
 
@@ -585,7 +585,7 @@ def test_when_the_policy_is_pushed(flags, pushes):
 
 
 @pytest.mark.parametrize(
-    ("flags", "said"),
+    ("flags", "message"),
     [
         (
             ["--policy.push_to_hub=true"],
@@ -598,8 +598,8 @@ def test_when_the_policy_is_pushed(flags, pushes):
         (["--policy.tags=a: b: c"], r"policy.tags"),
     ],
 )
-def test_what_can_not_be_pushed(flags, said):
-    with pytest.raises(ConfigError, match=said):
+def test_what_can_not_be_pushed(flags, message):
+    with pytest.raises(ConfigError, match=message):
         load_config([DATA, *flags])
 
 
@@ -649,12 +649,12 @@ LEROBOT_ADAPTERS = {
 
 
 def test_adapters_of_lerobot(tmp_path):
-    wanted = LoraConfig(8, 4, 0.0, ["linear1", "linear2"], ["model.action_head"])
+    expected = LoraConfig(8, 4, 0.0, ["linear1", "linear2"], ["model.action_head"])
     flags = [f"--peft.{key}={json.dumps(value)}" for key, value in LEROBOT_ADAPTERS.items()]
-    assert load_config([DATA, *flags]).lora == wanted
+    assert load_config([DATA, *flags]).lora == expected
     file = tmp_path / "train_config.json"
     file.write_text(json.dumps({"dataset": {"root": "x"}, "peft": LEROBOT_ADAPTERS}))
-    assert load_config([f"--config={file}"]).lora == wanted
+    assert load_config([f"--config={file}"]).lora == expected
     assert load_config([DATA, "--peft.method_type=LORA"]).lora == LoraConfig(r=16)
     defaults = {"method_type": "LORA", "target_modules": None, "lora_alpha": None, "r": 16}
     file.write_text(json.dumps({"dataset": {"root": "x"}, "peft": defaults}))
@@ -686,21 +686,21 @@ def test_amp_means_bf16_unless_the_precision_is_given():
 
 def test_every_setting_has_a_help_text_and_is_in_the_help():
     helped = train_help()
-    own = {f.name for f in dataclasses.fields(TrainConfig)} - set(GROUPS)
-    assert own <= help_texts(TrainConfig).keys()
+    names = {f.name for f in dataclasses.fields(TrainConfig)} - set(GROUPS)
+    assert names <= help_texts(TrainConfig).keys()
     for key in KEYS:
         assert f"--{key} " in helped or f"--{key}\n" in helped
     for group, cls in groups().items():
-        own = {f.name for f in dataclasses.fields(cls) if f"{group}.{f.name}" not in GROUPS}
-        assert own <= help_texts(cls).keys()
+        names = {f.name for f in dataclasses.fields(cls) if f"{group}.{f.name}" not in GROUPS}
+        assert names <= help_texts(cls).keys()
 
 
 @pytest.mark.parametrize("policy", POLICIES)
 def test_every_setting_of_a_policy_is_in_its_help(policy):
     helped, cls = train_help(policy), policy_class(policy).Config
-    own = {f.name for f in dataclasses.fields(cls)}
-    assert own <= help_texts(cls).keys()
-    assert [name for name in own if not re.search(rf"^  --policy\.{name}\b", helped, re.MULTILINE)] == []
+    names = {f.name for f in dataclasses.fields(cls)}
+    assert names <= help_texts(cls).keys()
+    assert [name for name in names if not re.search(rf"^  --policy\.{name}\b", helped, re.MULTILINE)] == []
     assert cls.type == policy
 
 
@@ -719,8 +719,8 @@ def test_one_entry_of_a_mapping_leaves_the_others(tmp_path):
     )
     config = load_config([f"--config={file}", flag])
     assert config.policy.normalization_mapping == {"STATE": "IDENTITY", "ACTION": "MIN_MAX"}
-    whole = load_config(["--policy.normalization_mapping={ACTION: MIN_MAX}"])
-    assert whole.policy.normalization_mapping == {"ACTION": "MIN_MAX"}
+    replaced = load_config(["--policy.normalization_mapping={ACTION: MIN_MAX}"])
+    assert replaced.policy.normalization_mapping == {"ACTION": "MIN_MAX"}
     with pytest.raises(ConfigError, match="ACTON"):
         load_config(["--policy.normalization_mapping.ACTON=MIN_MAX"])
 

@@ -80,11 +80,11 @@ def test_a_run_from_before_these_settings_stays_as_it_was(lowdim, tiny_act, tmp_
 
 def forget(file: Path) -> None:
     """As written by a version without these settings."""
-    whole = json.loads(file.read_text()) if file.suffix == ".json" else yaml.safe_load(file.read_text())
-    settings = whole.get("config", whole)
+    content = json.loads(file.read_text()) if file.suffix == ".json" else yaml.safe_load(file.read_text())
+    settings = content.get("config", content)
     for name in ("step", "channels_last"):
         del settings[name]
-    file.write_text(json.dumps(whole) if file.suffix == ".json" else yaml.safe_dump(whole))
+    file.write_text(json.dumps(content) if file.suffix == ".json" else yaml.safe_dump(content))
 
 
 def saved(run: Path) -> dict:

@@ -29,37 +29,37 @@ def test_constant_with_warmup():
 
 
 def test_cosine():
-    found = factors(10, 11, type="cosine", num_warmup_steps=2)
-    assert found[:3] == [0, 0.5, 1]
-    assert found[6] == pytest.approx(0.5)  # half way between 2 and 10
-    assert found[4] == pytest.approx(0.5 * (1 + math.cos(math.pi / 4)))
-    assert found[10] == pytest.approx(0)
+    result = factors(10, 11, type="cosine", num_warmup_steps=2)
+    assert result[:3] == [0, 0.5, 1]
+    assert result[6] == pytest.approx(0.5)  # half way between 2 and 10
+    assert result[4] == pytest.approx(0.5 * (1 + math.cos(math.pi / 4)))
+    assert result[10] == pytest.approx(0)
 
 
 def test_vqbet_is_constant_for_the_vocabulary_and_then_as_lerobot_has_it():
     common = {"type": "vqbet", "num_warmup_steps": 2, "num_vqvae_training_steps": 5}
-    found = factors(12, 13, **common)
-    assert found[:8] == [1, 1, 1, 1, 1, 0, 0.5, 1]
-    assert found[12] == pytest.approx(0.5)  # half way, for the wave is as long as both phases
-    assert found[9] == pytest.approx(0.5 * (1 + math.cos(math.pi * 2 / 10)))
+    result = factors(12, 13, **common)
+    assert result[:8] == [1, 1, 1, 1, 1, 0, 0.5, 1]
+    assert result[12] == pytest.approx(0.5)  # half way, for the wave is as long as both phases
+    assert result[9] == pytest.approx(0.5 * (1 + math.cos(math.pi * 2 / 10)))
     twice = factors(12, 13, **common, num_cycles=1.0)
-    assert twice[:8] == found[:8] and twice[12] == pytest.approx(0)
+    assert twice[:8] == result[:8] and twice[12] == pytest.approx(0)
     resolved = resolve_scheduler(SchedulerConfig(type="vqbet"), ACTConfig())
     assert resolved.num_cycles == 0.5
 
 
 def test_cosine_decay_with_warmup_as_openpi_has_it():
     common = {"type": "cosine_decay_with_warmup", "num_warmup_steps": 4, "peak_lr": 1e-4, "decay_lr": 1e-5}
-    found = factors(100, 61, num_decay_steps=40, **common)
-    assert found[:3] == pytest.approx([1 / 5, 1 / 5 + 4 / 5 / 4, 1 / 5 + 4 / 5 / 2])
-    assert found[20] == pytest.approx(0.1 + 0.9 * 0.5)  # the cosine counts from step 0
-    assert found[40] == found[60] == pytest.approx(0.1)
+    result = factors(100, 61, num_decay_steps=40, **common)
+    assert result[:3] == pytest.approx([1 / 5, 1 / 5 + 4 / 5 / 4, 1 / 5 + 4 / 5 / 2])
+    assert result[20] == pytest.approx(0.1 + 0.9 * 0.5)  # the cosine counts from step 0
+    assert result[40] == result[60] == pytest.approx(0.1)
 
 
 def test_cosine_decay_shrinks_to_a_shorter_run():
     common = {"type": "cosine_decay_with_warmup", "num_warmup_steps": 4, "peak_lr": 1, "decay_lr": 0}
-    found = factors(20, 21, num_decay_steps=40, **common)
-    assert found[0] == pytest.approx(1 / 3) and found[2] > 0.97 and found[20] == pytest.approx(0)
+    result = factors(20, 21, num_decay_steps=40, **common)
+    assert result[0] == pytest.approx(1 / 3) and result[2] > 0.97 and result[20] == pytest.approx(0)
 
 
 def test_schedule_reaches_the_optimizer():
@@ -76,11 +76,11 @@ def test_schedule_reaches_the_optimizer():
 
 
 @pytest.mark.parametrize(
-    "given", [{"peak_lr": 1.0}, {"type": "cosine", "decay_lr": 1.0}, {"num_warmup_steps": 3}]
+    "flags", [{"peak_lr": 1.0}, {"type": "cosine", "decay_lr": 1.0}, {"num_warmup_steps": 3}]
 )
-def test_option_without_meaning_for_the_schedule(given):
+def test_option_without_meaning_for_the_schedule(flags):
     with pytest.raises(ConfigError, match=r"scheduler\.\w+ has no effect with"):
-        resolve_scheduler(SchedulerConfig(**given), ACTConfig())
+        resolve_scheduler(SchedulerConfig(**flags), ACTConfig())
 
 
 def test_schedule_that_lacks_something():

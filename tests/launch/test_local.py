@@ -105,12 +105,12 @@ class Launcher:
     def end(self) -> tuple[int, str]:
         """Its exit code and what it said; by then nothing that it started may be there."""
         try:
-            _, said = self.process.communicate(timeout=LIMIT_S)
+            _, output = self.process.communicate(timeout=LIMIT_S)
         finally:
             self.process.kill()
         pids = [json.loads(file.read_text())["pid"] for file in self.folder.glob("[0-9]*-*.json")]
         assert [pid for pid in pids if alive(pid)] == []
-        return self.process.returncode, said
+        return self.process.returncode, output
 
 
 def alive(pid: int) -> bool:
@@ -150,9 +150,9 @@ def test_threads_that_the_user_chose_stay(monkeypatch, tmp_path):
 @pytest.mark.parametrize("code", [1, 2, 3, 75, 130])
 def test_all_end_with_the_same_code(code, tmp_path):
     launcher = Launcher(tmp_path, f"ready(); all_ready(); sys.exit({code})")
-    returned, said = launcher.end()
+    returned, output = launcher.end()
     assert returned == code
-    assert ("ended with code" in said) == (code < 75)
+    assert ("ended with code" in output) == (code < 75)
 
 
 # A rank that fails
@@ -170,10 +170,10 @@ def test_the_first_that_failed_is_named_and_the_others_stop(program, code, how, 
     """Rank 0 saves itself when asked, with another code."""
     launcher = Launcher(tmp_path, f"if RANK == 1:\n    ready(); all_ready(); {program}\n{SAVES}", processes=3)
     pid = launcher.pids()[1]
-    returned, said = launcher.end()
+    returned, output = launcher.end()
     assert returned == code
-    assert re.search(rf"rank 1 \(pid {pid}\) {how}", said)
-    assert "asking ranks 0, 2 to stop" in said
+    assert re.search(rf"rank 1 \(pid {pid}\) {how}", output)
+    assert "asking ranks 0, 2 to stop" in output
     assert json.loads((tmp_path / "signals-0").read_text()) == [signal.SIGTERM]
 
 
@@ -186,9 +186,9 @@ child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(100)"])
 note("grandchild", str(child.pid))
 {STAYS}"""
     launcher = Launcher(tmp_path, program, grace_s=0.3)
-    returned, said = launcher.end()
+    returned, output = launcher.end()
     assert returned == 3
-    assert "rank 0 still running after" in said and "killed" in said
+    assert "rank 0 still running after" in output and "killed" in output
     wait_for(lambda: not alive(int((tmp_path / "grandchild").read_text())))
 
 
@@ -202,8 +202,8 @@ if RANK == 1:
 time.sleep(0.1)
 note("said", str(got))
 sys.exit(2)"""
-    returned, said = Launcher(tmp_path, program, settle_s=LIMIT_S).end()
-    assert returned == 2 and said.count("ended with code") == 1 and "asking" not in said
+    returned, output = Launcher(tmp_path, program, settle_s=LIMIT_S).end()
+    assert returned == 2 and output.count("ended with code") == 1 and "asking" not in output
     assert (tmp_path / "said").read_text() == "[]"
 
 
@@ -216,9 +216,9 @@ def test_a_signal_reaches_every_rank_once_and_all_save(number, code, tmp_path):
     launcher = Launcher(tmp_path, SAVES)
     launcher.ranks()
     os.killpg(launcher.process.pid, number)
-    returned, said = launcher.end()
+    returned, output = launcher.end()
     assert returned == code
-    assert f"{signal.Signals(number).name}: waiting for ranks 0, 1 to save" in said
+    assert f"{signal.Signals(number).name}: waiting for ranks 0, 1 to save" in output
     assert [json.loads((tmp_path / f"signals-{rank}").read_text()) for rank in (0, 1)] == [[number]] * 2
 
 
@@ -234,8 +234,8 @@ sys.exit(75)"""
     launcher = Launcher(tmp_path, program, grace_s=0.3)
     launcher.ranks()
     launcher.process.terminate()
-    returned, said = launcher.end()
-    assert returned == 75 and "killed" not in said
+    returned, output = launcher.end()
+    assert returned == 75 and "killed" not in output
     assert json.loads((tmp_path / "saved-0").read_text()) == [signal.SIGTERM]  # not asked again
 
 
@@ -262,8 +262,8 @@ time.sleep(100)"""
     wait_for(lambda: len(list(tmp_path.glob("stuck-*"))) == 2)
     assert launcher.process.poll() is None
     os.killpg(launcher.process.pid, signal.SIGINT)
-    returned, said = launcher.end()
-    assert returned == 130 and "killing ranks 0, 1" in said
+    returned, output = launcher.end()
+    assert returned == 130 and "killing ranks 0, 1" in output
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux ends children with their parent")
@@ -286,25 +286,25 @@ if RESTART < 2:
     os.kill(os.getpid(), signal.SIGKILL) if RANK == 1 else time.sleep(100)"""
     launcher = Launcher(tmp_path, program, restarts=3)
     ranks = [rank for restart in range(3) for rank in launcher.ranks(restart)]
-    returned, said = launcher.end()
+    returned, output = launcher.end()
     assert returned == 0
     assert [r["FLEXOR_RESTART_COUNT"] for r in ranks] == list("001122")
     assert len({r["FLEXOR_RUN_ID"] for r in ranks}) == 1
     assert len({r["pid"] for r in ranks}) == 6
-    assert "restart 1 of 3" in said and "restart 2 of 3" in said and "restart 3" not in said
+    assert "restart 1 of 3" in output and "restart 2 of 3" in output and "restart 3" not in output
 
 
 def test_restarts_have_an_end(tmp_path):
     launcher = Launcher(tmp_path, "ready(); sys.exit(9)", processes=1, restarts=2)
-    returned, said = launcher.end()
-    assert returned == 9 and "restart 2 of 2" in said
+    returned, output = launcher.end()
+    assert returned == 9 and "restart 2 of 2" in output
     assert sorted(file.name for file in tmp_path.glob("*.json")) == ["0-0.json", "1-0.json", "2-0.json"]
 
 
 @pytest.mark.parametrize("code", [0, 1, 2, 75, 130])
 def test_what_would_not_help_is_not_started_again(code, tmp_path):
-    returned, said = Launcher(tmp_path, f"ready(); all_ready(); sys.exit({code})", restarts=2).end()
-    assert returned == code and "restart" not in said
+    returned, output = Launcher(tmp_path, f"ready(); all_ready(); sys.exit({code})", restarts=2).end()
+    assert returned == code and "restart" not in output
     assert not (tmp_path / "1-0.json").exists()
 
 
@@ -313,5 +313,5 @@ def test_who_was_told_to_stop_does_not_start_again(tmp_path):
     launcher = Launcher(tmp_path, "ready(); time.sleep(100)", restarts=2)
     launcher.ranks()
     launcher.process.terminate()
-    returned, said = launcher.end()
-    assert returned == 128 + signal.SIGTERM and "restart" not in said
+    returned, output = launcher.end()
+    assert returned == 128 + signal.SIGTERM and "restart" not in output

@@ -88,7 +88,7 @@ def test_no_setting_of_a_file_becomes_a_line_of_the_script(name, line_break, tmp
 
 
 def test_what_the_cluster_wants_to_know(capsys):
-    given = [
+    flags = [
         "--partition=gpu",
         "--account=lab",
         "--qos=long",
@@ -97,7 +97,7 @@ def test_what_the_cluster_wants_to_know(capsys):
         "--signal-before=300",
     ]
     script = dry_run(
-        capsys, *given, "--sbatch=--exclusive", "--sbatch=--mail-type=END", "--setup=module load cuda"
+        capsys, *flags, "--sbatch=--exclusive", "--sbatch=--mail-type=END", "--setup=module load cuda"
     )
     expected = {
         "--partition=gpu",
@@ -368,7 +368,7 @@ def test_a_training_that_is_stopped_twice_ends_as_if_it_had_not_been(
 ):
     monkeypatch.setattr(sys, "executable", warm_python)
     steps, sharded = 60, ["--steps=60", "--parallel.strategy=fsdp"]
-    whole, run = tmp_path / "whole", tmp_path / "stopped"
+    uninterrupted, run = tmp_path / "whole", tmp_path / "stopped"
     words = ["--nodes=2", "--processes-per-node=1", "--json", "--"]
     assert main(["launch", "slurm", *words, *runs.flags(lowdim, run, tiny_act, *sharded)]) == 0
     submitted = json.loads(capsys.readouterr().out)
@@ -376,7 +376,7 @@ def test_a_training_that_is_stopped_twice_ends_as_if_it_had_not_been(
     wait_for_steps(run, 2, job)
     job.preempt()
     not_stopped = ranks.Ranks(
-        tmp_path / "ranks", 2, ["train", *runs.flags(lowdim, whole, tiny_act, *sharded)]
+        tmp_path / "ranks", 2, ["train", *runs.flags(lowdim, uninterrupted, tiny_act, *sharded)]
     )
     job.start_again(1)
     wait_for_steps(run, len(runs.metrics(run)) + 2, job)
@@ -388,8 +388,8 @@ def test_a_training_that_is_stopped_twice_ends_as_if_it_had_not_been(
     saved = sorted(checkpoint.complete(run / "checkpoints"))
     assert len(saved) == 3 and saved[-1] == steps, job  # both times it was at work
     assert [line["step"] for line in runs.figures(run)] == list(range(1, steps + 1))
-    assert runs.figures(run) == runs.figures(whole)
-    assert ranks.apart(ranks.everything(run, steps), ranks.everything(whole, steps)) == 0
+    assert runs.figures(run) == runs.figures(uninterrupted)
+    assert ranks.apart(ranks.everything(run, steps), ranks.everything(uninterrupted, steps)) == 0
 
 
 def wait_for_steps(run: Path, count: int, job: SlurmJob) -> None:

@@ -17,7 +17,7 @@ def add_flags(verb: Any) -> None:
         "--augmented",
         type=Path,
         metavar="FILE.png",
-        help="write a picture of augmented images instead; settings of `flexor train` follow, such as "
+        help="instead write a picture of augmented images, with settings of `flexor train`, such as "
         "--dataset.image_transforms.max_num_transforms=2 or --config=FILE",
     )
 
@@ -39,11 +39,11 @@ def run(parsed: argparse.Namespace, address: dict[str, Any], settings: list[str]
     dataset = open_dataset(**address, size=parse_image_size(config.dataset.cache.size))
     grid = augmented_grid(dataset, transforms, seed=config.seed, progress=progress("augmenting"))
     make_parents(path).write_bytes(png(grid))
-    chosen = [name for name, each in transforms.tfs.items() if each.weight > 0]
-    count = min(transforms.max_num_transforms, len(chosen))
+    names = [name for name, each in transforms.tfs.items() if each.weight > 0]
+    count = min(transforms.max_num_transforms, len(names))
     text = (
         f"wrote {path}: in each row a camera's image as recorded, then as in the first training steps, with {count} "
-        f"of {', '.join(chosen)}"
+        f"of {', '.join(names)}"
     )
-    print_result({"file": str(path), "transforms": chosen, "per_image": count}, parsed.json, text)
+    print_result({"file": str(path), "transforms": names, "per_image": count}, parsed.json, text)
     return 0

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 def parser() -> argparse.ArgumentParser:
     flags = argparse.ArgumentParser(
         prog="flexor bench",
-        description="Measure a part of training or the prediction of actions by itself.",
+        description="Measure one part of training or inference by itself.",
         allow_abbrev=False,
     )
     measures = flags.add_subparsers(dest="what", required=True, metavar="data|step|policy|serve")
@@ -34,9 +34,8 @@ def parser() -> argparse.ArgumentParser:
 
 def run(arguments: list[str]) -> int:
     parsed, settings = parser().parse_known_args(arguments)
-    own = vars(parsed)
-    ways = {"data": _data, "step": _step, "policy": _policy, "serve": _serve}
-    return ways[own.pop("what")](parsed, settings)
+    measures = {"data": _data, "step": _step, "policy": _policy, "serve": _serve}
+    return measures[vars(parsed).pop("what")](parsed, settings)
 
 
 def _add_data(measures: Any) -> None:
@@ -49,7 +48,6 @@ def _add_data(measures: Any) -> None:
         help="how fast batches are loaded, and how fast the hardware could load them",
         description="Load a dataset without a model, and compare the speed with the limits of the hardware. "
         "Settings of `flexor train` are accepted: --dataset.*, --batch_size, --num_workers, --seed, --policy.*.",
-        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
         allow_abbrev=False,
     )
     parser.add_argument(
@@ -57,23 +55,25 @@ def _add_data(measures: Any) -> None:
         choices=MODES,
         default="single",
         help="contents of a sample: one frame of all cameras (single), eight steps one second apart (sarm), or the "
-        "observations and actions that --policy.type trains on (policy)",
+        "observations and actions that --policy.type trains on (policy) (default: %(default)s)",
     )
-    parser.add_argument("--ranks", type=int, default=1, help="number of processes that load in parallel")
-    parser.add_argument("--epochs", type=int, default=1, help="number of epochs to load")
-    parser.add_argument("--batches", type=int, help="stop after this number of batches instead")
-    parser.add_argument(
-        "--warmup", type=int, default=0, help="number of batches to load before the measurement starts"
-    )
+    for flag, default, text in (
+        ("--ranks", 1, "number of processes that load in parallel (default: 1)"),
+        ("--epochs", 1, "number of epochs to load (default: 1)"),
+        ("--batches", None, "stop after this number of batches instead"),
+        ("--warmup", 0, "number of batches to load before measuring (default: 0)"),
+    ):
+        parser.add_argument(flag, type=int, default=default, metavar="N", help=text)
     parser.add_argument(
         "--source",
         default="disk",
-        help="where the data is stored, a label for the report: hub, bucket, warmed bucket, disk",
+        help="label for the report, where the data is stored: hub, bucket, warmed bucket, disk (default: disk)",
     )
     parser.add_argument(
         "--device",
         default="cuda" if torch.cuda.is_available() else "host",
-        help="where batches go: cuda, cpu (images are converted to RGB there), or host (ready to be sent to a GPU)",
+        help="where batches go: cuda, cpu (images are converted to RGB there), or host (ready to be sent to a GPU) "
+        "(default: %(default)s)",
     )
     parser.add_argument(
         "--output", type=Path, help="folder or FILE.json for the report; a CSV file is written next to it"
@@ -99,13 +99,13 @@ def _data(parsed: argparse.Namespace, settings: list[str]) -> int:
 
 
 def _add_step(measures: Any) -> None:
-    text = "how fast the training step of a policy is, and how fast the hardware could compute it"
+    text = "measure the training step of a policy, against what the hardware could do"
     parser = measures.add_parser(
         "step",
         help=text,
-        description="Measure the training step of a policy without data, on made-up batches that lie on this machine's "
-        "GPU: eager, and as one CUDA graph. The result is compared with the highest rates of this GPU, which are "
-        "measured too. All settings of `flexor train` are accepted; --step=eager or --step=graph measures only that. "
+        description="Measure the training step of a policy on synthetic batches that are already in GPU memory: eager, "
+        "and as one CUDA graph. The result is compared with the peak rates of this GPU, which are measured too. "
+        "All settings of `flexor train` are accepted; --step=eager or --step=graph measures only that. "
         "Without a dataset, describe the robot with the flags below.",
         allow_abbrev=False,
     )
@@ -113,7 +113,7 @@ def _add_step(measures: Any) -> None:
         "--steps",
         type=int,
         metavar="N",
-        help="steps in a measurement; the median of three counts (default 20, on a CPU 2)",
+        help="steps per measurement; the median of three is reported (default 20, on a CPU 2)",
     )
     robot_flags(parser)
     parser.add_argument("--json", action="store_true", help="print one JSON object")
@@ -145,7 +145,7 @@ def _config_of_step(parsed: argparse.Namespace, flags: Mapping[str, Any]) -> Tra
 def _add_policy(measures: Any) -> None:
     parser = measures.add_parser(
         "policy",
-        help="how long a policy takes to predict a chunk of actions",
+        help="measure how long a policy takes to predict a chunk of actions",
         description="Measure how long a policy takes from observations to a chunk of actions, both in host memory, "
         "with its processing: eagerly, and on an NVIDIA GPU as one CUDA graph. Give a checkpoint; or --policy.type and "
         "other settings of `flexor train`, for a policy with random weights and the robot described with the flags "
@@ -156,11 +156,7 @@ def _add_policy(measures: Any) -> None:
         "checkpoint", nargs="?", help="a run, a checkpoint, a pretrained_model folder or a Hub repository"
     )
     parser.add_argument(
-        "--batches",
-        type=int,
-        nargs="+",
-        metavar="N",
-        help="robots that are predicted for at once (default 1 8)",
+        "--batches", type=int, nargs="+", metavar="N", help="batch sizes: robots per prediction (default 1 8)"
     )
     parser.add_argument(
         "--calls", type=int, metavar="N", help="predictions to measure (default 30, on a CPU 3)"
@@ -197,17 +193,19 @@ def _policies(parsed: argparse.Namespace, settings: list[str]) -> Iterator[Pretr
 def _add_serve(measures: Any) -> None:
     parser = measures.add_parser(
         "serve",
-        help="how long a robot waits for the actions of a served policy, and where that time goes",
-        description="Serve a policy on this machine and ask it from other processes. The time is split into network, "
+        help="measure how long a robot waits for actions of a served policy, and where the time goes",
+        description="Serve a policy on this machine and query it from other processes. The time is split into network, "
         "decode (reading the observation), queue, model and encode (packing the actions). Give a checkpoint; or "
-        "--policy.type and other settings of `flexor train`, for a policy with random weights. Without both there is "
-        "no model: what is measured is the server.",
+        "--policy.type and other settings of `flexor train`, for a policy with random weights. Without either, the "
+        "server is measured alone, without a model.",
         allow_abbrev=False,
     )
     parser.add_argument(
         "checkpoint", nargs="?", help="a run, a checkpoint, a pretrained_model folder or a Hub repository"
     )
-    parser.add_argument("--clients", type=int, nargs="+", default=[1, 8], metavar="N", help="(default 1 8)")
+    parser.add_argument(
+        "--clients", type=int, nargs="+", default=[1, 8], metavar="N", help="number of clients (default 1 8)"
+    )
     parser.add_argument(
         "--cameras",
         nargs="+",
@@ -218,9 +216,13 @@ def _add_serve(measures: Any) -> None:
         "--encoding", choices=("raw", "jpeg"), nargs="+", default=["raw", "jpeg"], help="how images are sent"
     )
     parser.add_argument(
-        "--requests", type=int, default=1000, metavar="N", help="of all clients together (default 1000)"
+        "--requests",
+        type=int,
+        default=1000,
+        metavar="N",
+        help="requests of all clients together (default 1000)",
     )
-    parser.add_argument("--device", help="cpu, cuda, cuda:1 or mps; by default the fastest available one")
+    parser.add_argument("--device", help="cpu, cuda, cuda:1 or mps (default: the fastest available)")
     parser.add_argument("--dtype", choices=PRECISIONS, help="as for `flexor serve`")
     parser.add_argument("--compile", action="store_true", help="as for `flexor serve`")
     parser.add_argument("--processes", type=int, metavar="N", help="as for `flexor serve`")

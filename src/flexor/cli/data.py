@@ -44,7 +44,7 @@ def run(arguments: list[str]) -> int:
             verb.add_argument(
                 "--write",
                 action="store_true",
-                help="write the statistics to meta/stats.json, and keep a copy of the earlier ones beside it",
+                help="write the statistics to meta/stats.json, and back up the previous ones beside it",
             )
     _add_show(verbs)
     _add_repair(verbs)
@@ -70,8 +70,8 @@ def run(arguments: list[str]) -> int:
 
 
 def _add_show(verbs: Any) -> None:
-    text = "write one HTML page about a dataset: filmstrips, curves, statistics, and what the check found"
-    verb = verbs.add_parser("show", help=text, description=f"{text}. The page loads nothing from a network.")
+    text = "write one HTML page about a dataset: filmstrips, curves, statistics and problems"
+    verb = verbs.add_parser("show", help=text, description=f"{text}. The page needs no network.")
     verb.add_argument("root", help="folder, Hub repository or fsspec address of the dataset")
     verb.add_argument("--episodes", "--episode", metavar="LIST", help=f"show only these episodes: {LISTED}")
     verb.add_argument(
@@ -84,20 +84,20 @@ def _add_show(verbs: Any) -> None:
     verb.add_argument(
         "--terminal",
         action="store_true",
-        help="write no page, but draw the episodes (default: the first one) in this terminal",
+        help="instead of writing a page, draw the episodes (default: the first one) in this terminal",
     )
     verb.add_argument(
         "--graphics",
         choices=("auto", "kitty", "iterm2", "sixel", "blocks"),
         default="auto",
-        help="how --terminal draws images (default: auto, what the terminal supports; blocks work everywhere)",
+        help="how --terminal draws images (default: auto, the best that the terminal supports; blocks work everywhere)",
     )
     augmented.add_flags(verb)
     verb.add_argument("--json", action="store_true", help="print one JSON object")
 
 
 def _add_repair(verbs: Any) -> None:
-    text = "write the good and the repairable episodes of a dataset to a new dataset, v3.0"
+    text = "write the good and the repairable episodes of a dataset to a new one, in format v3.0"
     verb = verbs.add_parser("repair", help=text, description=f"{text}. The original is not changed.")
     verb.add_argument("root", help="folder, Hub repository or fsspec address of the dataset")
     verb.add_argument("out", type=Path, help="folder for the new dataset")
@@ -106,7 +106,7 @@ def _add_repair(verbs: Any) -> None:
         "--exclude_episodes", "--exclude-episodes", metavar="LIST", help=f"leave out these episodes: {LISTED}"
     )
     verb.add_argument("--quick", action="store_true", help="decode only the frames that the statistics need")
-    verb.add_argument("--dry-run", action="store_true", help="report what would be done, and write nothing")
+    verb.add_argument("--dry-run", action="store_true", help="report what would be done, but write nothing")
     verb.add_argument("--json", action="store_true", help="print one JSON object, episode by episode")
 
 
@@ -314,10 +314,7 @@ def _cache(parsed: argparse.Namespace) -> int:
         return 0
     if parsed.prune:
         removed = cache_folders.prune(
-            older_than=parsed.older_than,
-            limit_bytes=parsed.to,
-            dataset=parsed.dataset,
-            everything=parsed.all,
+            older_than=parsed.older_than, limit_bytes=parsed.to, dataset=parsed.dataset, everything=parsed.all
         )
         nbytes = sum(info.nbytes for info in removed)
         report = {"removed": [info.to_json() for info in removed], "nbytes": nbytes}

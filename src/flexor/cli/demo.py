@@ -33,12 +33,15 @@ SUMMARY = "summary.json"
 def run(arguments: list[str]) -> int:
     parser = argparse.ArgumentParser(
         prog="flexor demo",
-        description="Record data, train a policy and evaluate it on the built-in task. This takes minutes on a CPU. "
+        description="Record demonstrations, train a policy and evaluate it on the built-in task, in minutes on a CPU. "
         "Settings of `flexor train` are accepted.",
-        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
     parser.add_argument(
-        "--output-dir", "--output_dir", type=Path, default=Path("runs/demo"), help="folder for the run"
+        "--output-dir",
+        "--output_dir",
+        type=Path,
+        default=Path("runs/demo"),
+        help="folder for the run (default: runs/demo)",
     )
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     parsed, settings = parser.parse_known_args(arguments)

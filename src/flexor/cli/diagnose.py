@@ -19,22 +19,22 @@ def run(arguments: list[str]) -> int:
     if not folders:
         where = ", ".join(map(str, parsed.runs))
         raise ConfigError(f"there is no run in {where}: name a run's folder, which has a {METRICS}.")
-    found = [diagnose_run(folder, name) for folder, name in zip(folders, short_names(folders))]
+    reports = [diagnose_run(folder, name) for folder, name in zip(folders, short_names(folders))]
     if parsed.plan:
-        for one, folder in zip(found, folders):
-            if one.diagnosis.verdict is not None:
+        for report, folder in zip(reports, folders):
+            if report.diagnosis.verdict is not None:
                 from flexor.plan.gains import add_plan
 
-                one.note = add_plan(one.diagnosis, one.figures, folder)
-    print_result({"runs": [one.to_json() for one in found]}, parsed.json, render(found))
+                report.note = add_plan(report.diagnosis, report.figures, folder)
+    print_result({"runs": [report.to_json() for report in reports]}, parsed.json, render(reports))
     return 0
 
 
 def parser() -> argparse.ArgumentParser:
     text = (
-        "Say what holds a run back, while it trains or afterwards: waiting for data (decoding, disk, network, memory "
-        "copies), launching, communication, the GPU itself, memory, heat, a slow rank or neighbours; with the figures "
-        "that show it, and the changes that help most."
+        "Find what limits the speed of a run, while it trains or afterwards: data (decoding, disk, network, memory "
+        "copies), kernel launches, communication, the GPU itself, memory, heat, a slow rank or other jobs on the "
+        "machine. Shows the evidence, and the changes that help most."
     )
     parser = argparse.ArgumentParser(prog="flexor diagnose", description=text)
     parser.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="runs, or folders of runs")
@@ -42,7 +42,7 @@ def parser() -> argparse.ArgumentParser:
         "--no-plan",
         dest="plan",
         action="store_false",
-        help="do not ask the planner how much changes would gain, which opens the dataset",
+        help="don't open the dataset to compute how much each change would gain",
     )
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     return parser

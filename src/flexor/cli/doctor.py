@@ -70,8 +70,8 @@ def examine() -> dict[str, Any]:
     return {**facts, "problems": problems}
 
 
-def _add(problems: list[dict[str, str]], what: str, fix: str) -> None:
-    problems.append({"problem": what, "fix": fix})
+def _add(problems: list[dict[str, str]], problem: str, fix: str) -> None:
+    problems.append({"problem": problem, "fix": fix})
 
 
 def _packages() -> dict[str, str | None]:
@@ -133,14 +133,14 @@ def _decoders(problems: list[dict[str, str]]) -> dict[str, Any]:
     except ImportError as error:
         _add(problems, f"can't read videos: {error}", "pip install --force-reinstall av")
         return {}
-    there = {name: name in av.codecs_available for name in CODECS}
-    if not there["libdav1d"] and "av1" not in av.codecs_available:
+    available = {name: name in av.codecs_available for name in CODECS}
+    if not available["libdav1d"] and "av1" not in av.codecs_available:
         _add(
             problems,
             "PyAV has no AV1 decoder, and LeRobot's videos use AV1",
             "install av from a wheel with pip",
         )
-    return {"ffmpeg": getattr(av, "ffmpeg_version_info", "unknown"), **there}
+    return {"ffmpeg": getattr(av, "ffmpeg_version_info", "unknown"), **available}
 
 
 def _memory(problems: list[dict[str, str]]) -> dict[str, float]:
@@ -162,18 +162,18 @@ def _disks(problems: list[dict[str, str]]) -> dict[str, float]:
         ("cache", cache_folder()),
         ("temporary", Path(tempfile.gettempdir())),
     ):
-        there = next(p for p in (folder, *folder.parents) if p.exists())
-        free[label] = round(shutil.disk_usage(there).free / 1e9, 1)
-        if not os.access(there, os.W_OK):
+        existing = next(p for p in (folder, *folder.parents) if p.exists())
+        free[label] = round(shutil.disk_usage(existing).free / 1e9, 1)
+        if not os.access(existing, os.W_OK):
             _add(
                 problems,
-                f"{there} is not writable",
+                f"{existing} is not writable",
                 "choose another folder (--output_dir, FLEXOR_CACHE, TMPDIR)",
             )
         elif free[label] < LITTLE_DISK_GB:
             _add(
                 problems,
-                f"only {free[label]} GB free in {there}",
+                f"only {free[label]} GB free in {existing}",
                 "free some disk space for checkpoints and caches",
             )
     return free

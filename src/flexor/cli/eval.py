@@ -16,18 +16,18 @@ def run(arguments: list[str]) -> int:
         prog="flexor eval", description="Run episodes with a trained policy and report its success rate."
     )
     parser.add_argument(
-        "policy", nargs="?", help="run, checkpoint folder or Hub repository; not with --server"
+        "policy", nargs="?", help="run, checkpoint folder or Hub repository; leave it out with --server"
     )
     parser.add_argument(
         "settings",
         nargs="*",
         help="--env.type=..., --eval.n_episodes=..., --policy.device=..., "
-        "--rename_map='{observation.image: observation.images.top}' (the environment's names: the policy's)",
+        "--rename_map='{observation.image: observation.images.top}' (names of the environment: names of the policy)",
     )
     parser.add_argument(
         "--videos",
         type=Path,
-        help="folder for videos (default: in the run's folder); --eval.videos sets how many",
+        help="folder for videos (default: videos/eval in the run's folder); --eval.videos sets how many",
     )
     server_flags(parser)
     parser.add_argument("--json", action="store_true", help="print one JSON object")
@@ -36,11 +36,7 @@ def run(arguments: list[str]) -> int:
     if parsed.policy is None and server is None:
         parser.error("name a policy (a run, a checkpoint, a Hub repository), or a --server that has one")
     result, text = evaluate_policy(
-        parsed.policy,
-        [*parsed.settings, *more],
-        parsed.videos,
-        progress("evaluating"),
-        server,
+        parsed.policy, [*parsed.settings, *more], parsed.videos, progress("evaluating"), server
     )
     print_result(result, parsed.json, text)
     return 0

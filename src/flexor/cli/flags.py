@@ -21,9 +21,10 @@ PRECISIONS = ("float32", "tf32", "bfloat16")  # of predictions
 
 def take_flag(arguments: list[str], *flags: str) -> bool:
     """Whether one of the flags was given. It is removed from the arguments."""
-    found = [word for word in arguments if word in flags]
-    arguments[:] = [word for word in arguments if word not in flags]
-    return bool(found)
+    rest = [word for word in arguments if word not in flags]
+    is_set = len(rest) < len(arguments)
+    arguments[:] = rest
+    return is_set
 
 
 def dashed(arguments: list[str]) -> list[str]:
@@ -45,11 +46,13 @@ def start_processes(arguments: list[str], processes: int, max_restarts: int = 0)
 def process_flags(verb: str) -> argparse.ArgumentParser:
     """The flags that set the number of processes."""
     parser = argparse.ArgumentParser(prog=verb, add_help=False, allow_abbrev=False, usage=argparse.SUPPRESS)
-    one = parser.add_mutually_exclusive_group()
-    one.add_argument(
+    exclusive = parser.add_mutually_exclusive_group()
+    exclusive.add_argument(
         "--gpus", metavar="N", help="number of GPUs on this machine, one process per GPU; or all"
     )
-    one.add_argument("--processes", metavar="N", help="number of processes on the CPU; GPUs are not used")
+    exclusive.add_argument(
+        "--processes", metavar="N", help="number of processes on the CPU; GPUs are not used"
+    )
     return parser
 
 
@@ -71,21 +74,21 @@ def count_processes(parsed: argparse.Namespace) -> int:
     return count
 
 
-def _gpus(wanted: str) -> int:
+def _gpus(text: str) -> int:
     """How many GPUs to use; an error if fewer are visible."""
     import torch
 
     count = visible = torch.cuda.device_count()
-    if wanted != "all":
-        count = read_count("--gpus", wanted, 1)
+    if text != "all":
+        count = read_count("--gpus", text, 1)
     if visible == 0:
         raise ConfigError(
-            f"--gpus={wanted}: PyTorch {torch.__version__} sees no GPU{_masked()}. Check the GPUs with nvidia-smi, "
+            f"--gpus={text}: PyTorch {torch.__version__} sees no GPU{_masked()}. Check the GPUs with nvidia-smi, "
             "or train on the CPU with --processes=N."
         )
     if count > visible:
         raise ConfigError(
-            f"--gpus={wanted}: the number of visible GPUs is {visible}{_masked()}. Use at most {visible}, "
+            f"--gpus={text}: the number of visible GPUs is {visible}{_masked()}. Use at most {visible}, "
             "or --gpus=all."
         )
     return count

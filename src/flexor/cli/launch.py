@@ -20,7 +20,7 @@ Start a run on several GPUs, on a cluster or in the cloud.
   slurm       a job on a SLURM cluster
   hf-jobs     a job on Hugging Face's machines
 
-`flexor launch WHERE --help` shows the options. --dry-run only shows what would be started.
+`flexor launch WHERE --help` shows the options. --dry-run prints what would be started, and starts nothing.
 """
 VERBS = {"train": train.run, "resume": resume.run}
 
@@ -56,7 +56,7 @@ def local(arguments: list[str]) -> int:
         "[--] [train | resume RUN] [settings ...]",
         description="Train with one process per GPU of this machine, or continue a run. The default is to use all "
         "visible GPUs (CUDA_VISIBLE_DEVICES). On Ctrl-C, SIGTERM or SIGUSR1 the run saves a checkpoint and stops. The "
-        "exit code is that of the first process that failed (75: a checkpoint was saved, start the run again).",
+        "exit code is that of the first process that failed (75: a checkpoint was saved, so the run can be resumed).",
         allow_abbrev=False,
         parents=[process_flags("")],
     )

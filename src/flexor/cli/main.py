@@ -25,26 +25,34 @@ VERBS = {
     "resume": "continue a run exactly from its newest checkpoint",
     "watch": "show runs on a live screen in the terminal: loss, speed, time left, plan against reality",
     "report": "write one HTML page about runs: curves, plan against reality, differences of settings, videos",
-    "diagnose": "say what holds a run back (data, launches, GPU, neighbours, ...), and which change helps most",
+    "diagnose": "find what limits the speed of a run (data, launches, GPU, ...), and which change helps most",
     "eval": "run episodes with a trained policy and report its success rate",
-    "serve": "answer robots on the network with a trained policy",
-    "export": "write the policy of a checkpoint as one file, even if several processes saved it in parts",
-    "push": "push a run's policy, and its checkpoints if asked, to the Hugging Face Hub",
-    "record": "record demonstrations of the built-in task as a dataset",
-    "launch": "local, slurm, hf-jobs: start a run on several GPUs, on a cluster or in the cloud",
-    "data": "info, check, show, repair, stats, cache, push: inspect, repair and decode a dataset, or push it",
-    "bench": "data, step, policy, serve: measure how fast a part is, and how fast the hardware could be",
+    "serve": "serve a trained policy to robots over the network",
+    "export": "write the policy of a checkpoint to one file, even if several processes saved it in parts",
+    "push": "push the policy of a run, and optionally its checkpoints, to the Hugging Face Hub",
+    "record": "record demonstrations of the built-in task, or episodes of a robot, as a dataset",
+    "launch": "start a run on several GPUs, on a cluster or in the cloud: local, slurm, hf-jobs",
+    "data": "inspect, repair, decode or push a dataset: info, check, show, repair, stats, cache, push",
+    "bench": "measure one part, and the limits of the hardware: data, step, policy, serve",
     "demo": "record, train and evaluate on the built-in task, in a few minutes on a CPU",
-    "doctor": "show the information for a bug report, and problems with this machine",
+    "doctor": "check this machine, and print what a bug report needs",
 }
-USAGE = """usage: flexor VERB ...
+START = """Train robot policies on LeRobot datasets. Three commands to start with:
+
+  flexor demo                                       train a small policy and evaluate it, in minutes on a CPU
+  flexor plan --policy.type=act --gpu="RTX 4090"    predict memory, time and cost of a run, without a GPU
+  flexor train --dataset.repo_id=USER/NAME          train a policy on a dataset of yours
+
+`flexor --help` lists all commands.
+"""
+USAGE = """usage: flexor COMMAND ...
 
 Train robot policies on LeRobot datasets.
 
 {verbs}
 
-`flexor VERB --help` shows the options. Verbs that print a report support --json: one JSON object on standard output.
-Code that only a checkpoint or run names is not run, unless you trust it: --trust=path/to/file.py:CLASS, for any verb.
+`flexor COMMAND --help` shows the options. With --json, commands that print a report print one JSON object instead.
+Code that is only named by a checkpoint or a run is not executed unless you trust it: --trust=path/to/file.py:CLASS.
 """
 
 
@@ -80,7 +88,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run one verb. A user error gives a message and an exit code, not a traceback."""
     arguments = list(sys.argv[1:] if argv is None else argv)
     setup_logging(verbose="FLEXOR_DEBUG" in os.environ)
-    if not arguments or arguments[0] in ("-h", "--help", "help"):
+    if not arguments:
+        print_text(START)
+        return 0
+    if arguments[0] in ("-h", "--help", "help"):
         print_text(USAGE.format(verbs="\n".join(f"  {verb:11} {text}" for verb, text in VERBS.items())))
         return 0
     if arguments[0] in ("-V", "--version"):
@@ -89,7 +100,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     verb, rest = arguments[0], arguments[1:]
     try:
         if verb not in VERBS:
-            raise ConfigError(f"Unknown verb {verb!r}. {closest(verb, VERBS)}")
+            raise ConfigError(f"Unknown command {verb!r}. {closest(verb, VERBS)}")
         trust(_take_trusted(rest))
         code: int = importlib.import_module(f"flexor.cli.{verb}").run(rest)
         return code

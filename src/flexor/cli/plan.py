@@ -176,8 +176,8 @@ def _gpus(names: str | None, hardware: Hardware) -> tuple[list[GPU], bool]:
 
     if names:
         return [hardware.find(name) for name in names.split(",")], False
-    found = gpu_here(hardware)
-    return ([found], True) if found else ([], False)
+    gpu = gpu_here(hardware)
+    return ([gpu], True) if gpu else ([], False)
 
 
 def _calibrate(hardware: Hardware) -> int:

@@ -14,7 +14,7 @@ def run(arguments: list[str]) -> int:
     parser = argparse.ArgumentParser(
         prog="flexor push",
         description="Push the policy of a run to the Hugging Face Hub, with a model card, its settings and metrics. "
-        "Run it again after an interruption: what is there already is not uploaded again.",
+        "After an interruption, run it again: what is already on the Hub is not uploaded again.",
     )
     parser.add_argument(
         "run", type=Path, help="run folder (its newest checkpoint is pushed) or checkpoint folder"
@@ -23,7 +23,7 @@ def run(arguments: list[str]) -> int:
     parser.add_argument(
         "--checkpoints",
         action="store_true",
-        help="also push all checkpoints of the run that are not there yet, so that it can be resumed with "
+        help="also push all checkpoints of the run that are not on the Hub yet, so that it can be resumed with "
         "`flexor resume hub:USER/NAME`",
     )
     parsed = parser.parse_args(dashed(arguments))
@@ -45,11 +45,11 @@ def add_repository_flags(parser: Any, default: str | None = None) -> None:
         "--tags",
         type=lambda text: [word.strip() for word in text.strip("[]").split(",") if word.strip()],
         metavar="A,B",
-        help="more tags of the card",
+        help="additional tags for the card",
     )
-    parser.add_argument("--license", help="licence in the card (default: apache-2.0)")
+    parser.add_argument("--license", help="license in the card (default: apache-2.0)")
     parser.add_argument(
-        "--dry-run", action="store_true", help="show the card and the files, and upload nothing"
+        "--dry-run", action="store_true", help="show the card and the list of files, but upload nothing"
     )
     parser.add_argument("--json", action="store_true", help="print one JSON object")
 
@@ -64,8 +64,8 @@ def push_run(parsed: argparse.Namespace) -> tuple[dict[str, Any], str]:
 
     newest = find_checkpoint(parsed.run)
     folder = newest.resolve().parents[1]
-    given = {name: getattr(parsed, name) for name in ("repo_id", "private", "tags", "license")}
-    hub = RunOnHub(folder, settings_of(folder, **given))
+    settings = {name: getattr(parsed, name) for name in ("repo_id", "private", "tags", "license")}
+    hub = RunOnHub(folder, settings_of(folder, **settings))
     about: dict[str, Any] = {
         "repo_id": hub.settings.repo_id,
         "url": hub.repository.url,
@@ -76,16 +76,16 @@ def push_run(parsed: argparse.Namespace) -> tuple[dict[str, Any], str]:
         files = ["README.md", *policy_files(newest)]
         return about | {"dry_run": True, "files": files, "card": card}, card
     export(newest)
-    what = f"pushing {folder}"
-    persist(what, hub.prepare)
-    earlier = persist(what, hub.missing) if parsed.checkpoints else []
-    for one in earlier:
-        checkpoint.verify(one)
-    for one in [*(f for f in earlier if f.name != newest.name), newest]:
+    task = f"pushing {folder}"
+    persist(task, hub.prepare)
+    earlier = persist(task, hub.missing) if parsed.checkpoints else []
+    for source in earlier:
+        checkpoint.verify(source)
+    for source in [*(f for f in earlier if f.name != newest.name), newest]:
         commit = persist(
-            what,
-            lambda one=one: hub.push(  # type: ignore[misc]
-                one, one.name, parsed.checkpoints, progress=progress(f"uploading {one.name}")
+            task,
+            lambda source=source: hub.push(  # type: ignore[misc]
+                source, source.name, parsed.checkpoints, progress=progress(f"uploading {source.name}")
             ),
         )
     about |= {"commit": commit, "checkpoints": [f.name for f in earlier]}

@@ -22,21 +22,21 @@ def run(arguments: list[str]) -> int:
 def parser() -> argparse.ArgumentParser:
     text = (
         "Write one HTML page about runs, while they train or afterwards: curves, where the time goes, plan against "
-        "reality, differences of settings, checkpoints, images and videos. The page loads nothing from a network."
+        "reality, differences of settings, checkpoints, images and videos. The page needs no network."
     )
     parser = argparse.ArgumentParser(prog="flexor report", description=text)
-    parser.add_argument("runs", nargs="+", type=Path, help="runs, or folders of runs, to be compared")
+    parser.add_argument("runs", nargs="+", type=Path, help="runs, or folders of runs, to compare")
     parser.add_argument(
         "--output",
         type=Path,
         metavar="FILE",
-        help="the page (default: report.html in the run's folder; of several runs, in this folder)",
+        help="where to write the page (default: report.html in the run's folder; for several runs, in this folder)",
     )
     parser.add_argument(
         "--max-mb",
         type=float,
         default=20,
-        help="largest size of the page, in MB (default: 20); videos beyond it are named",
+        help="maximum size of the page in MB; videos that exceed it are only listed (default: 20)",
     )
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     return parser

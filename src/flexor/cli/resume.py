@@ -21,7 +21,7 @@ def run(arguments: list[str]) -> int:
             "--processes=N starts N processes on the CPU.\n\n"
             "hub:USER/NAME is a run that was pushed with its checkpoints: the newest complete one is\n"
             "downloaded to --output_dir, by default runs/NAME.\n\n"
-            "If its policy is a file of somebody's own, that file is run only if you name it:\n"
+            "If the run's policy is code that is not part of Flexor, name it to have it executed:\n"
             "--trust=path/to/file.py:CLASS."
         )
         return 0

@@ -31,7 +31,7 @@ def parser() -> argparse.ArgumentParser:
     flags = argparse.ArgumentParser(
         prog="flexor serve",
         description="Serve a trained policy to robots over the network, in the protocol of openpi's client. The port "
-        "opens when the policy is loaded and has run once. `/` is a page for browsers, `/metrics` is for Prometheus.",
+        "opens once the policy is loaded and warmed up. `/` shows a status page, `/metrics` is for Prometheus.",
         allow_abbrev=False,
     )
     add = flags.add_argument
@@ -41,41 +41,41 @@ def parser() -> argparse.ArgumentParser:
     )
     add("--host", default=usual.host, help=f"address to listen on; 0.0.0.0 for all (default {usual.host})")
     add("--port", type=int, default=usual.port, help=f"port; 0 takes any free one (default {usual.port})")
-    add("--api-key", metavar="KEY", help=f"clients must send it; better given in the environment, as {KEY}")
+    add(
+        "--api-key",
+        metavar="KEY",
+        help=f"API key that clients must send; safer in the environment variable {KEY}",
+    )
     add(
         "--allow-host",
         action="append",
         default=[],
         metavar="NAME",
-        help="another name of this server, such as one in DNS, that clients and browsers may use; several times. IP "
+        help="another name, such as one in DNS, by which clients and browsers may address this server; repeatable. IP "
         "addresses, localhost and this machine's own name always work",
     )
     add("--tls-cert", type=Path, metavar="FILE", help="certificate (PEM), for wss:// and https://")
     add("--tls-key", type=Path, metavar="FILE", help="its private key (PEM)")
-    add("--device", help="cpu, cuda, cuda:1 or mps; by default the fastest available one")
-    add(
-        "--dtype",
-        choices=PRECISIONS,
-        help="precision; by default that of the checkpoint",
-    )
+    add("--device", help="cpu, cuda, cuda:1 or mps (default: the fastest available)")
+    add("--dtype", choices=PRECISIONS, help="precision (default: the checkpoint's)")
     add("--compile", action="store_true", help="compile the policy's blocks before the port opens")
     add(
         "--map",
         action="append",
         default=[],
         metavar="INPUT=NAME",
-        help="the clients' name of an input of the policy, such as observation.images.top=images/cam_high",
+        help="what clients call an input of the policy, such as observation.images.top=images/cam_high; repeatable",
     )
     add(
         "--reply",
         choices=("chunk", "action"),
-        help="what clients get that do not ask for one of them: a whole chunk of actions, or the action for this step "
-        "(default: a chunk; an action for policies with temporal ensembling)",
+        help="default reply: a chunk of actions, or the action for this step (default: a chunk; an action for policies "
+        "with temporal ensembling)",
     )
     add("--seed", type=int, default=usual.seed, help="seed of the policy's noise (default 0)")
     _add_limits(flags, usual)
     flags.add_argument(
-        "--json", action="store_true", help="print one line of JSON with the address, when it listens"
+        "--json", action="store_true", help="print one line of JSON with the address once the server listens"
     )
     return flags
 
@@ -87,37 +87,43 @@ def _add_limits(flags: argparse.ArgumentParser, usual: ServeSettings) -> None:
         type=int,
         default=usual.max_batch,
         metavar="N",
-        help="robots that are predicted for together (default 8)",
+        help="robots per prediction (default 8)",
     )
     add(
         "--batch-window-ms",
         type=float,
         default=usual.batch_window_ms,
         metavar="MS",
-        help="how long a request waits for those of other robots (default: at most the time of a prediction, and only "
-        "for robots that usually ask again by then)",
+        help="how long a request waits to be batched with those of other robots (default: at most the time of a "
+        "prediction, and only for robots that usually send their next request by then)",
     )
     add(
         "--processes",
         type=int,
         default=usual.processes,
         metavar="N",
-        help="that receive and decode observations, beside the model's; 0 for none (default: on Linux with at least 8 "
-        "cores, one for every two, at most --max-batch; else none)",
+        help="processes that receive and decode observations, besides the model's; 0: none (default: on Linux with at "
+        "least 8 cores one per two cores, at most --max-batch; else none)",
     )
-    add("--max-clients", type=int, default=usual.max_clients, metavar="N", help="connections (default 64)")
+    add(
+        "--max-clients",
+        type=int,
+        default=usual.max_clients,
+        metavar="N",
+        help="open connections (default 64)",
+    )
     add(
         "--requests-per-s",
         type=float,
         default=usual.requests_per_s,
         metavar="N",
-        help="of one client; faster ones are answered later (default 200)",
+        help="requests per second of one client; faster clients are slowed down (default 200)",
     )
     add(
         "--max-frame-mb",
         type=float,
         metavar="MB",
-        help="size of an observation (default: twice what the policy's inputs take as arrays, and 8)",
+        help="size of an observation (default: twice the size of the policy's inputs as arrays, plus 8)",
     )
 
 
@@ -157,10 +163,10 @@ def _settings(parsed: argparse.Namespace) -> ServeSettings:
     return replace(usual, **named)
 
 
-def read_names(given: list[str]) -> dict[str, str]:
+def read_names(pairs: list[str]) -> dict[str, str]:
     """--map INPUT=NAME, several times -> {input: name}."""
     names: dict[str, str] = {}
-    for pair in given:
+    for pair in pairs:
         ours, equals, theirs = pair.partition("=")
         if not equals or not ours or not theirs:
             raise ConfigError(

@@ -17,28 +17,28 @@ if TYPE_CHECKING:
 def server_flags(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("a policy on a server")
     add = group.add_argument
-    add("--server", metavar="URL", help="play with the policy that `flexor serve` serves at ws://HOST:PORT")
+    add("--server", metavar="URL", help="use the policy that `flexor serve` serves at ws://HOST:PORT")
     add(
         "--api-key",
         "--api_key",
         metavar="KEY",
-        help=f"the server's key; better given in the environment, as {KEY}",
+        help=f"API key of the server; safer in the environment variable {KEY}",
     )
     add(
         "--certificate",
         type=Path,
         metavar="FILE",
-        help="certificate (PEM) to trust, if it is the server's own",
+        help="certificate (PEM) to trust, if the server's is self-signed",
     )
-    add("--jpeg", type=int, metavar="QUALITY", help="send images compressed, with this quality from 1 to 100")
+    add("--jpeg", type=int, metavar="QUALITY", help="send images as JPEG of this quality, from 1 to 100")
 
 
 def server_address(parsed: argparse.Namespace) -> ServerAddress | None:
     if parsed.server is None:
-        given = [name for name in ("api_key", "certificate", "jpeg") if getattr(parsed, name) is not None]
-        if given:
+        flags = [name for name in ("api_key", "certificate", "jpeg") if getattr(parsed, name) is not None]
+        if flags:
             raise ConfigError(
-                f"--{given[0].replace('_', '-')} is for a server: name it with --server=ws://HOST:PORT."
+                f"--{flags[0].replace('_', '-')} is for a server: name it with --server=ws://HOST:PORT."
             )
         return None
     from flexor.evaluate.served import ServerAddress

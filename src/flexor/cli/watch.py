@@ -29,16 +29,18 @@ def run(arguments: list[str]) -> int:
 
 
 def parser() -> argparse.ArgumentParser:
-    text = "Show runs on a live screen in the terminal, while they train or afterwards. Nothing about a run is changed."
+    text = "Show runs on a live screen in the terminal, while they train or afterwards. Runs are only read."
     parser = argparse.ArgumentParser(prog="flexor watch", description=text)
     parser.add_argument(
         "runs", nargs="*", type=Path, default=[Path("runs")], help="runs, or folders of runs (default: runs)"
     )
     parser.add_argument(
-        "--every", type=float, default=1.0, metavar="SECONDS", help="how often to look (default: 1)"
+        "--every", type=float, default=1.0, metavar="SECONDS", help="seconds between two updates (default: 1)"
     )
     parser.add_argument(
-        "--once", action="store_true", help="print one screen and exit; so it is without a terminal"
+        "--once",
+        action="store_true",
+        help="print the current state once and exit (the default without a terminal)",
     )
     parser.add_argument("--json", action="store_true", help="print the state of the runs as one JSON object")
     return parser

@@ -33,7 +33,7 @@ SHARDING = {
 class AccelerateSetting:
     """One setting of the Accelerate config: how it is written there, and Flexor's value for it."""
 
-    there: str
+    source: str
     value: Any
 
 
@@ -46,20 +46,20 @@ def uses_deepspeed() -> bool:
     return _true(os.environ, "ACCELERATE_USE_DEEPSPEED")
 
 
-def accelerate_settings(given: Mapping[str, Any], env: Mapping[str, str] | None = None) -> dict[str, Any]:
-    """Settings from the Accelerate config that the run was not given. Contradictions are an error."""
+def accelerate_settings(flat: Mapping[str, Any], env: Mapping[str, str] | None = None) -> dict[str, Any]:
+    """Settings from the Accelerate config that the run's own (`flat`) lack. Contradictions are an error."""
     env = os.environ if env is None else env
     if not started_by_accelerate(env):
         return {}
     _refuse_unsupported(env)
     settings: dict[str, Any] = {}
-    for key, said in _said(env).items():
-        own = _typed(key, given[key]) if key in given else None
-        if own in (None, "auto"):
-            settings[key] = said.value
-        elif not _agree(said.value, own):
+    for key, setting in _read_settings(env).items():
+        value = _typed(key, flat[key]) if key in flat else None
+        if value in (None, "auto"):
+            settings[key] = setting.value
+        elif not _agree(setting.value, value):
             raise ConfigError(
-                f"The Accelerate config has {said.there}, but the run has {key}={own}: "
+                f"The Accelerate config has {setting.source}, but the run has {key}={value}: "
                 "remove one of them, or set both to the same value."
             )
     return settings
@@ -70,26 +70,26 @@ def _typed(key: str, value: Any) -> Any:
     return coerce(value, field_types(group_type(group) if group else TrainConfig)[name], key)
 
 
-def _agree(there: Any, here: Any) -> bool:
-    return here == there or (there, here) == ("fsdp", "hsdp")  # hsdp is fsdp in groups
+def _agree(accelerate: Any, value: Any) -> bool:
+    return value == accelerate or (accelerate, value) == ("fsdp", "hsdp")  # hsdp is fsdp in groups
 
 
-def _said(env: Mapping[str, str]) -> dict[str, AccelerateSetting]:
-    said: dict[str, AccelerateSetting] = {}
+def _read_settings(env: Mapping[str, str]) -> dict[str, AccelerateSetting]:
+    settings: dict[str, AccelerateSetting] = {}
     if (precision := env["ACCELERATE_MIXED_PRECISION"]) != "no":
-        said["precision"] = AccelerateSetting(f"mixed_precision: {precision}", precision)
+        settings["precision"] = AccelerateSetting(f"mixed_precision: {precision}", precision)
     if (steps := env.get("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", "")).isdigit():
-        said["gradient_accumulation_steps"] = AccelerateSetting(
+        settings["gradient_accumulation_steps"] = AccelerateSetting(
             f"gradient_accumulation_steps: {steps}", int(steps)
         )
     if _true(env, "ACCELERATE_USE_CPU"):
-        said["policy.device"] = AccelerateSetting("use_cpu: true", "cpu")
+        settings["policy.device"] = AccelerateSetting("use_cpu: true", "cpu")
     if _true(env, "ACCELERATE_USE_DEEPSPEED"):
-        said |= _said_of_deepspeed(env)
+        settings |= _read_deepspeed(env)
     elif _true(env, "ACCELERATE_USE_FSDP"):
-        said |= _said_of_fsdp(env)
+        settings |= _read_fsdp(env)
     elif int(env.get("WORLD_SIZE", 1)) > 1:
-        said["parallel.strategy"] = AccelerateSetting(
+        settings["parallel.strategy"] = AccelerateSetting(
             "no FSDP, so each process holds the whole model (ddp)", "ddp"
         )
     elif "MASTER_ADDR" in env and "RANK" not in env:
@@ -98,38 +98,38 @@ def _said(env: Mapping[str, str]) -> dict[str, AccelerateSetting]:
             "this run has one. For N processes use `accelerate launch --multi_gpu --num_processes=N`, which needs no "
             "GPU, or `flexor train --processes=N`."
         )
-    return said
+    return settings
 
 
-def _said_of_fsdp(env: Mapping[str, str]) -> dict[str, AccelerateSetting]:
-    there = "fsdp_version: 2"
+def _read_fsdp(env: Mapping[str, str]) -> dict[str, AccelerateSetting]:
+    source = "fsdp_version: 2"
     strategy, reshard = "fsdp", env.get("FSDP_RESHARD_AFTER_FORWARD", "true").lower() != "false"
     if env.get("FSDP_VERSION", "1") == "1":
-        there = f"fsdp_sharding_strategy: {_sharding(env)}"
+        source = f"fsdp_sharding_strategy: {_sharding(env)}"
         strategy, reshard = SHARDING[_sharding(env)]
         if env.get("RANK", "0") == "0" and strategy != "ddp":
-            log.info("%s with fsdp_version: 1: Flexor uses FSDP 2, which shards the same way", there)
-    said = {"parallel.strategy": AccelerateSetting(there, strategy)}
+            log.info("%s with fsdp_version: 1: Flexor uses FSDP 2, which shards the same way", source)
+    settings = {"parallel.strategy": AccelerateSetting(source, strategy)}
     if strategy == "ddp":
-        return said
+        return settings
     if not reshard:
-        said["parallel.reshard_after_forward"] = AccelerateSetting(
+        settings["parallel.reshard_after_forward"] = AccelerateSetting(
             "sharding that keeps weights gathered after forward", False
         )
     if _true(env, "FSDP_OFFLOAD_PARAMS"):
-        said["parallel.cpu_offload"] = AccelerateSetting("fsdp_offload_params: true", True)
+        settings["parallel.cpu_offload"] = AccelerateSetting("fsdp_offload_params: true", True)
     if _true(env, "FSDP_ACTIVATION_CHECKPOINTING"):
-        said["activation_checkpointing"] = AccelerateSetting("fsdp_activation_checkpointing: true", True)
+        settings["activation_checkpointing"] = AccelerateSetting("fsdp_activation_checkpointing: true", True)
     copies = int(env.get("PARALLELISM_CONFIG_DP_REPLICATE_SIZE", 1))
     if copies > 1:
         parts = int(env.get("PARALLELISM_CONFIG_DP_SHARD_SIZE", 1))
-        there = f"parallelism_config_dp_replicate_size: {copies}"
-        said |= {
-            "parallel.strategy": AccelerateSetting(there, "hsdp"),
-            "parallel.dp_replicate": AccelerateSetting(there, copies),
+        source = f"parallelism_config_dp_replicate_size: {copies}"
+        settings |= {
+            "parallel.strategy": AccelerateSetting(source, "hsdp"),
+            "parallel.dp_replicate": AccelerateSetting(source, copies),
         }
-        said["parallel.dp_shard"] = AccelerateSetting(f"parallelism_config_dp_shard_size: {parts}", parts)
-    return said
+        settings["parallel.dp_shard"] = AccelerateSetting(f"parallelism_config_dp_shard_size: {parts}", parts)
+    return settings
 
 
 def _sharding(env: Mapping[str, str]) -> str:
@@ -155,9 +155,9 @@ def deepspeed_settings(env: Mapping[str, str] | None = None) -> dict[str, Any]:
         except (OSError, ValueError, TypeError) as error:
             raise ConfigError(f"deepspeed_config_file: {file} can't be read: {error}") from error
     offload = {
-        f"offload_{what}": {"device": device}
-        for what in ("optimizer", "param")
-        if (device := env.get(f"ACCELERATE_DEEPSPEED_OFFLOAD_{what.upper()}_DEVICE", "none")) != "none"
+        f"offload_{part}": {"device": device}
+        for part in ("optimizer", "param")
+        if (device := env.get(f"ACCELERATE_DEEPSPEED_OFFLOAD_{part.upper()}_DEVICE", "none")) != "none"
     }
     stage = int(env.get("ACCELERATE_DEEPSPEED_ZERO_STAGE", 2))
     settings: dict[str, Any] = {"zero_optimization": {"stage": stage, **offload}}
@@ -166,9 +166,9 @@ def deepspeed_settings(env: Mapping[str, str] | None = None) -> dict[str, Any]:
     return settings
 
 
-def _said_of_deepspeed(env: Mapping[str, str]) -> dict[str, AccelerateSetting]:
-    settings = deepspeed_settings(env)
-    zero = settings["zero_optimization"]
+def _read_deepspeed(env: Mapping[str, str]) -> dict[str, AccelerateSetting]:
+    config = deepspeed_settings(env)
+    zero = config["zero_optimization"]
     if (stage := zero.get("stage", 0)) not in (1, 2):
         instead = "FSDP, which also shards the weights" if stage else "MULTI_GPU, which is equivalent"
         raise ConfigError(
@@ -182,24 +182,24 @@ def _said_of_deepspeed(env: Mapping[str, str]) -> dict[str, AccelerateSetting]:
                 "the host's memory, use FSDP with fsdp_offload_params: true."
             )
     for name in ("optimizer", "scheduler"):
-        if name in settings:
+        if name in config:
             raise ConfigError(
                 f"The DeepSpeed config file has a section {name}. Remove it, and set --{name}.* of the run instead."
             )
-    said = {"parallel.strategy": AccelerateSetting(f"zero_stage: {stage}", "ddp")}
+    settings = {"parallel.strategy": AccelerateSetting(f"zero_stage: {stage}", "ddp")}
     keys = {
         "gradient_accumulation_steps": "gradient_accumulation_steps",
         "train_micro_batch_size_per_gpu": "batch_size",
         "train_batch_size": "global_batch_size",
         "gradient_clipping": "optimizer.grad_clip_norm",
     }
-    for there, here in keys.items():
-        if isinstance(value := settings.get(there), int | float):
-            said[here] = AccelerateSetting(f"{there}: {value}", value)
+    for name, key in keys.items():
+        if isinstance(value := config.get(name), int | float):
+            settings[key] = AccelerateSetting(f"{name}: {value}", value)
     for precision in ("bf16", "fp16"):
-        if settings.get(precision, {}).get("enabled") is True:
-            said["precision"] = AccelerateSetting(f"{precision}: enabled", precision)
-    return said
+        if config.get(precision, {}).get("enabled") is True:
+            settings["precision"] = AccelerateSetting(f"{precision}: enabled", precision)
+    return settings
 
 
 def _refuse_unsupported(env: Mapping[str, str]) -> None:
@@ -213,10 +213,10 @@ def _refuse_unsupported(env: Mapping[str, str]) -> None:
     for size in ("TP", "CP", "SP"):
         number = env.get(f"PARALLELISM_CONFIG_{size}_SIZE", "1")
         unsupported[f"parallelism_config_{size.lower()}_size: {number}"] = number != "1"
-    for there, asked in unsupported.items():
-        if asked:
+    for source, is_set in unsupported.items():
+        if is_set:
             raise ConfigError(
-                f"The Accelerate config has {there}, which Flexor does not support. Flexor trains with DDP, FSDP, "
+                f"The Accelerate config has {source}, which Flexor does not support. Flexor trains with DDP, FSDP, "
                 "HSDP and ZeRO 1 and 2, in float32, bf16 and fp16."
             )
 

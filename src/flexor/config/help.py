@@ -61,12 +61,12 @@ def _section(cls: type, prefix: str, skip: Any = ()) -> list[str]:
 
 def _line(flag: str, text: str, kind: str, default: Any) -> str:
     plain = to_plain(default)
-    shown = (
+    default_text = (
         ""
         if plain in (None, {}, [])
         else f" (default {plain if isinstance(plain, str) else json.dumps(plain)})"
     )
     first = f"  {flag}"
-    body = textwrap.wrap(f"{text} [{kind}]{shown}", WIDTH - COLUMN)
+    body = textwrap.wrap(f"{text} [{kind}]{default_text}", WIDTH - COLUMN)
     lines = [first.ljust(COLUMN) + body[0]] if len(first) < COLUMN - 1 else [first, " " * COLUMN + body[0]]
     return "\n".join(lines + [" " * COLUMN + line for line in body[1:]])

@@ -71,36 +71,36 @@ ALIASES = {
 
 def drop_ignored(flat: dict[str, Any]) -> dict[str, Any]:
     """Remove LeRobot's settings that have no effect in Flexor, and name them in the log."""
-    kept = {}
+    supported = {}
     flat = _with_sample_weighting(flat)
     if "peft.method_type" in flat:
         flat = {"lora.r": 16, **flat}  # LeRobot's default
     for key, value in flat.items():
         reason = next((why for name, why in IGNORED.items() if f"{key}.".startswith(f"{name}.")), None)
         if reason is None:
-            kept[key] = VALUES.get(key, {}).get(str(value), value)
+            supported[key] = VALUES.get(key, {}).get(str(value), value)
             continue
         plain = parse_yaml(value) if isinstance(value, Text) else value
-        asked = {key: plain} | (
+        values = {key: plain} | (
             {f"{key}.{k}": v for k, v in plain.items()} if isinstance(plain, dict) else {}
         )
-        for name, wanted in asked.items():
-            harmless = HARMLESS.get(name, HARMLESS.get(name.rpartition(".")[0], (wanted,)))
-            if wanted not in harmless:
-                raise ConfigError(f"{name}={wanted} is not supported: {reason}.")
+        for name, requested in values.items():
+            harmless = HARMLESS.get(name, HARMLESS.get(name.rpartition(".")[0], (requested,)))
+            if requested not in harmless:
+                raise ConfigError(f"{name}={requested} is not supported: {reason}.")
         if isinstance(value, Text) and key not in HARMLESS:
             log.warning("--%s has no effect in Flexor: %s", key, reason)
-    return kept
+    return supported
 
 
 def _with_sample_weighting(flat: dict[str, Any]) -> dict[str, Any]:
     """RA-BC as LeRobot's files had it before 0.6 (use_rabc), as the settings that it has now."""
-    kept = {key: value for key, value in flat.items() if key != "use_rabc" and not key.startswith("rabc_")}
-    if str(kept.get("sample_weighting", "")).lower() in ("null", "none"):
-        del kept["sample_weighting"]  # its default
-    given = any(key.startswith("sample_weighting.") for key in kept)
-    if str(flat.get("use_rabc", False)).lower() != "true" or given:
-        return kept
+    flags = {key: value for key, value in flat.items() if key != "use_rabc" and not key.startswith("rabc_")}
+    if str(flags.get("sample_weighting", "")).lower() in ("null", "none"):
+        del flags["sample_weighting"]  # its default
+    is_new = any(key.startswith("sample_weighting.") for key in flags)
+    if str(flat.get("use_rabc", False)).lower() != "true" or is_new:
+        return flags
     old = {key.removeprefix("rabc_"): value for key, value in flat.items() if key.startswith("rabc_")}
     new = {f"sample_weighting.{key}": value for key, value in old.items() if value is not None}
-    return {**kept, "sample_weighting.type": "rabc", **new}
+    return {**flags, "sample_weighting.type": "rabc", **new}

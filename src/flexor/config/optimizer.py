@@ -19,13 +19,15 @@ DEFAULTS: dict[str, dict[str, Any]] = {
 DEFAULTS["adamw_8bit"] = DEFAULTS["adamw"]
 
 
-def resolve_optimizer(given: OptimizerConfig, policy: PolicyConfig) -> OptimizerConfig:
+def resolve_optimizer(settings: OptimizerConfig, policy: PolicyConfig) -> OptimizerConfig:
     """Every setting filled in: what the user gave, else the policy's preset, else the optimizer's default."""
     preset = policy.optimizer_preset()
-    kind = given.type or preset["type"]
+    kind = settings.type or preset["type"]
     filled = {"grad_clip_norm": 10.0, **DEFAULTS[kind]}
     filled |= {name: value for name, value in preset.items() if name in filled} | {"type": kind}
-    named = {f.name: getattr(given, f.name) for f in fields(given) if getattr(given, f.name) is not None}
+    named = {
+        f.name: getattr(settings, f.name) for f in fields(settings) if getattr(settings, f.name) is not None
+    }
     useless = [n for n in named if n not in filled]
     if useless:
         raise ConfigError(f"optimizer.{useless[0]} has no effect with optimizer.type={kind}: remove it.")
@@ -34,9 +36,9 @@ def resolve_optimizer(given: OptimizerConfig, policy: PolicyConfig) -> Optimizer
     return config
 
 
-def resolve_scheduler(given: SchedulerConfig, policy: PolicyConfig) -> SchedulerConfig:
+def resolve_scheduler(settings: SchedulerConfig, policy: PolicyConfig) -> SchedulerConfig:
     preset = policy.scheduler_preset()
-    kind = given.type or preset["type"]
+    kind = settings.type or preset["type"]
     if kind not in SCHEDULES:  # LeRobot's policies can have others
         raise ConfigError(
             f"Flexor does not support the policy's learning-rate schedule {kind!r}. Set --scheduler.type to one of "
@@ -45,7 +47,9 @@ def resolve_scheduler(given: SchedulerConfig, policy: PolicyConfig) -> Scheduler
     schedule = SCHEDULES[kind]
     if kind != preset["type"]:
         preset = {}
-    named = {f.name: getattr(given, f.name) for f in fields(given) if getattr(given, f.name) is not None}
+    named = {
+        f.name: getattr(settings, f.name) for f in fields(settings) if getattr(settings, f.name) is not None
+    }
     useless = [n for n in named if n not in ("type", *schedule.settings)]
     if useless:
         raise ConfigError(f"scheduler.{useless[0]} has no effect with scheduler.type={kind}: remove it.")

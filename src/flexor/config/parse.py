@@ -15,16 +15,7 @@ from flexor.core.errors import CheckpointError, ConfigError
 from flexor.core.foreign_files import read_text, read_yaml
 from flexor.core.run_files import CHECKPOINTS, POLICY_CONFIG, PRETRAINED, RUN_CONFIG, newest_checkpoints
 from flexor.core.trust import require_trust, settled, trust
-from flexor.core.typed import (
-    Partial,
-    Text,
-    closest,
-    coerce,
-    field_types,
-    from_plain,
-    load_yaml,
-    parse_yaml,
-)
+from flexor.core.typed import Partial, Text, closest, coerce, field_types, from_plain, load_yaml, parse_yaml
 from flexor.data.format.episode_list import episode_setting
 from flexor.policies import PolicyConfig, policy_class
 from flexor.policies.external import is_code, short_name
@@ -206,8 +197,8 @@ def _check_groups(flat: dict[str, Any]) -> None:
     for key, value in flat.items():
         group, _, name = key.partition(".")
         if name and group not in types:
-            known = [f"{g}.{name}" for g in GROUPS]
-            raise ConfigError(f"Unknown setting {key}={value!r}. {closest(key, known)}")
+            valid = [f"{g}.{name}" for g in GROUPS]
+            raise ConfigError(f"Unknown setting {key}={value!r}. {closest(key, valid)}")
 
 
 def check_rename_map(flat: dict[str, Any]) -> None:
@@ -254,15 +245,15 @@ def _read_list_of_datasets(flat: dict[str, Any]) -> None:
     weights = flat.get("dataset.weights")
     if isinstance(weights, Text) and weights[:1] not in ("[", "n"):
         flat["dataset.weights"] = Text(f"[{weights}]")  # 3,1
-    given = flat.get("dataset.repo_id")
-    if isinstance(given, Text) and given.startswith("["):
-        given = parse_yaml(given)
-    if not isinstance(given, list):
+    names = flat.get("dataset.repo_id")
+    if isinstance(names, Text) and names.startswith("["):
+        names = parse_yaml(names)
+    if not isinstance(names, list):
         return
-    if all(isinstance(item, str) for item in given):
-        flat["dataset.repo_id"] = ",".join(given)
+    if all(isinstance(item, str) for item in names):
+        flat["dataset.repo_id"] = ",".join(names)
         return
-    flat["dataset.mix"] = [{"repo_id": item} if isinstance(item, str) else item for item in given]
+    flat["dataset.mix"] = [{"repo_id": item} if isinstance(item, str) else item for item in names]
     del flat["dataset.repo_id"]
 
 

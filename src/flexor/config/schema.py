@@ -318,12 +318,12 @@ def _validate_profile(config: TrainConfig) -> None:
 
 def parse_profile(text: str) -> tuple[int, int]:
     """STEP:COUNT as the first and the last step to profile. Steps count as in the log: the first one is 1."""
-    found = re.fullmatch(r"(\d+):(\d+)", text.strip())
-    if found is None or min(map(int, found.groups())) < 1:
+    match = re.fullmatch(r"(\d+):(\d+)", text.strip())
+    if match is None or min(map(int, match.groups())) < 1:
         raise ConfigError(
             f"profile={text} is not valid: expected STEP:COUNT, both at least 1. 100:5 profiles the steps 100 to 104."
         )
-    return int(found[1]), int(found[1]) + int(found[2]) - 1
+    return int(match[1]), int(match[1]) + int(match[2]) - 1
 
 
 def validate_weights(config: TrainConfig) -> None:
@@ -344,7 +344,7 @@ def validate_weights(config: TrainConfig) -> None:
 
 def _validate_hub(config: TrainConfig) -> None:
     repo = config.policy.repo_id
-    asked = next(
+    request = next(
         (
             name
             for name, on in (
@@ -356,15 +356,15 @@ def _validate_hub(config: TrainConfig) -> None:
         ),
         None,
     )
-    if asked and repo is None:
-        raise ConfigError(f"{asked} needs the name of a repository: give --policy.repo_id=USER/NAME.")
+    if request and repo is None:
+        raise ConfigError(f"{request} needs the name of a repository: give --policy.repo_id=USER/NAME.")
     if repo is not None and not is_repo_id(repo):
         raise ConfigError(
             f"policy.repo_id={repo} is not the name of a repository on the Hub: give USER/NAME."
         )
-    if asked and not config.save_checkpoint:
+    if request and not config.save_checkpoint:
         raise ConfigError(
-            f"{asked} pushes what a checkpoint contains, but save_checkpoint=false. Leave out one of them."
+            f"{request} pushes what a checkpoint contains, but save_checkpoint=false. Leave out one of them."
         )
 
 

@@ -50,7 +50,7 @@ def supervise(command: Sequence[str], processes: int, max_restarts: int = 0) -> 
                 command, [rank_environment(i, processes, port, run_id, restart) for i in range(processes)]
             )
             code = ranks.watch(signals)
-            crashed = code not in (0, *TOLD_TO_STOP, *USERS_MISTAKE) and not signals.told
+            crashed = code not in (0, *TOLD_TO_STOP, *USERS_MISTAKE) and not signals.stop_requested
             if not crashed or restart == max_restarts:
                 break
             log.warning("restarting all %d processes: restart %d of %d", processes, restart + 1, max_restarts)
@@ -102,7 +102,7 @@ class _Signals:
     """The signals of this process in order of arrival, read from a pipe, so that they interrupt nothing."""
 
     def __enter__(self) -> _Signals:
-        self.told = False  # whether the launcher has been told to stop
+        self.stop_requested = False  # whether the launcher has been told to stop
         self.reader, writer = os.pipe()
         os.set_blocking(writer, False)
         self.writer, self.before_fd = writer, signal.set_wakeup_fd(writer)
@@ -133,8 +133,8 @@ class _Ranks:
     def __init__(self, command: Sequence[str], environments: Sequence[dict[str, str]]):
         self.running: dict[int, subprocess.Popen[bytes]] = {}
         self.code = 0  # exit code of the first that failed
-        self.asked = False  # whether they have been asked to stop
-        self.measures: list[
+        self.stop_requested = False  # whether they have been asked to stop
+        self.schedule: list[
             tuple[float, Callable[[], None]]
         ] = []  # what to do with those that still run, and when
         try:
@@ -157,15 +157,15 @@ class _Ranks:
         """Wait until all have ended; the exit code of the first that failed, or 0."""
         try:
             while self.running:
-                due = self.measures[0][0] if self.measures else math.inf
+                due = self.schedule[0][0] if self.schedule else math.inf
                 for number in signals.wait(due - time.monotonic()):
                     if number in STOP_SIGNALS:
-                        self.pass_on(number, again=signals.told)
-                        signals.told = True
+                        self.pass_on(number, again=signals.stop_requested)
+                        signals.stop_requested = True
                 self.reap()
                 if self.running and time.monotonic() >= due:
-                    _, measure = self.measures.pop(0)
-                    measure()
+                    _, action = self.schedule.pop(0)
+                    action()
         finally:
             self.kill()
         return self.code
@@ -196,20 +196,23 @@ class _Ranks:
             now = time.monotonic()
             if self.code not in TOLD_TO_STOP:
                 log.error("rank %d (pid %d) %s", rank, process.pid, _ending(process.returncode))
-                self.measures = [(now + SETTLE_S, self.ask), (now + SETTLE_S + GRACE_S, self.give_up)]
-            elif not self.asked:
-                self.measures = [(now + SETTLE_S, self.ask)]
+                self.schedule = [
+                    (now + SETTLE_S, self.ask_to_stop),
+                    (now + SETTLE_S + GRACE_S, self.kill_remaining),
+                ]
+            elif not self.stop_requested:
+                self.schedule = [(now + SETTLE_S, self.ask_to_stop)]
 
-    def ask(self) -> None:
+    def ask_to_stop(self) -> None:
         log.info("asking %s to stop", self.names())
         self.send(signal.SIGTERM)
 
-    def give_up(self) -> None:
+    def kill_remaining(self) -> None:
         log.error("%s still running after %.0f s: killed", self.names(), GRACE_S)
         self.kill()
 
     def send(self, number: int) -> None:
-        self.asked = True
+        self.stop_requested = True
         for process in self.running.values():
             process.send_signal(number)
 

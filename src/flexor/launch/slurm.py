@@ -123,7 +123,7 @@ def _next_steps(result: dict[str, Any]) -> str:
 
 EACH = "GPUs per node, one process for each; a100:4 also sets the type"
 SAVES = "how long before the time limit the run saves a checkpoint and stops"
-OTHER = "any other sbatch flag, can be repeated: --sbatch='--exclusive'"
+OTHER = "any other flag of sbatch, such as --sbatch='--exclusive'; repeatable"
 
 
 def parser() -> argparse.ArgumentParser:
@@ -131,8 +131,8 @@ def parser() -> argparse.ArgumentParser:
         prog="flexor launch slurm",
         usage="flexor launch slurm [options] [--] [train | resume RUN] [settings ...]",
         description="Write a batch script for SLURM and submit it. Before its time limit, the job saves a checkpoint "
-        "and requeues itself; then it resumes where it stopped. The job has the run's job_name. Script and logs are "
-        "in RUN.slurm, next to the run folder. Settings of the run may also be given before --.",
+        "and requeues itself, and then resumes where it stopped. It is named after the run's job_name. Script and logs "
+        "are in RUN.slurm, next to the run folder. Settings of the run may also be given before --.",
         allow_abbrev=False,
     )
 
@@ -158,8 +158,8 @@ def parser() -> argparse.ArgumentParser:
     for name in ("partition", "account", "qos", "constraint"):
         add(flags, f"--{name}", help="as for sbatch")
     add(flags, "--sbatch", type=_sbatch_flag, action="append", default=[], metavar="FLAG", help=OTHER)
-    add(flags, "--setup", metavar="LINES", help="shell lines to run first: 'module load cuda; export A=B'")
-    add(flags, "--dry-run", action="store_true", help="print the script; write and submit nothing")
+    add(flags, "--setup", metavar="LINES", help="shell commands to run first: 'module load cuda; export A=B'")
+    add(flags, "--dry-run", action="store_true", help="print the script, but write and submit nothing")
     add(flags, "--json", action="store_true", help="print one JSON object")
     return flags
 

@@ -85,8 +85,8 @@ def test_the_cheapest_by_the_prices_of_the_hub(hub, pens, tiny_act, log_lines):
 @pytest.mark.parametrize("scaled, factor", [([], None), (["--scale_lr=linear"], "3.0")])
 def test_the_global_batch_is_the_same_on_many_gpus(scaled, factor, hub, pens, tiny_act):
     hub.usd_per_minute["l4x1"] = 1
-    given = ["--batch_size=8", "--gradient_accumulation_steps=3", *scaled]
-    flags = flags_of(submitted(hub, "--", PENS, *tiny_act, *given))
+    batch = ["--batch_size=8", "--gradient_accumulation_steps=3", *scaled]
+    flags = flags_of(submitted(hub, "--", PENS, *tiny_act, *batch))
     assert (flags["global_batch_size"], flags["batch_size"], flags["gpus"]) == ("24", "6", "all")
     assert flags.get("lr_factor") == factor
     words = [f"--{k}={v}" for k, v in flags.items() if k not in ("gpus", "resume", "output_dir")]
@@ -95,9 +95,9 @@ def test_the_global_batch_is_the_same_on_many_gpus(scaled, factor, hub, pens, ti
 
 def test_fewer_samples_at_a_time_where_not_all_fit(hub, pens, tiny_act, monkeypatch, tmp_path):
     flags = [*tiny_act, "--policy.dim_feedforward=4096", "--batch_size=4096"]
-    whole, half = (plan_on("l4x1", *flags, f"--global_batch_size={n}").peak for n in (4096, 2048))
-    assert half < 0.9 * whole
-    give_memory(monkeypatch, tmp_path, {"L4": (whole + half) / 2, "A10G": 1e8})
+    full, half = (plan_on("l4x1", *flags, f"--global_batch_size={n}").peak for n in (4096, 2048))
+    assert half < 0.9 * full
+    give_memory(monkeypatch, tmp_path, {"L4": (full + half) / 2, "A10G": 1e8})
     body = submitted(hub, "--", PENS, *flags)
     settings = flags_of(body)
     assert body["flavor"] == "l4x1" and settings["global_batch_size"] == "4096"

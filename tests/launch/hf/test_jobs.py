@@ -207,8 +207,8 @@ def test_secrets_are_sent_as_secrets_only(hub, monkeypatch, capsys):
     assert launch(["--dry-run", *arguments]) == 0
     assert len(hub.requests) == sent
     out, error = capsys.readouterr()
-    shown = json.loads(out[out.index("{") :])
-    assert shown["secrets"] == dict.fromkeys(secrets, "***")
+    printed = json.loads(out[out.index("{") :])
+    assert printed["secrets"] == dict.fromkeys(secrets, "***")
     assert not any(value in out + error for value in secrets.values())
 
 
@@ -303,10 +303,10 @@ def test_files_of_settings_and_episodes_go_along(hub, tmp_path):
     words = last_command(body)
     flags = [w.replace("/tmp/", f"{work}/") for w in words[words.index("train") + 1 :]]
     ours = ("--gpus=", "--resume=", "--output_dir=")
-    there = load_config([flag for flag in flags if not flag.startswith(ours)])
+    of_job = load_config([flag for flag in flags if not flag.startswith(ours)])
     here = load_config(["--config", str(settings), "--steps=8"])
     here.policy.device = None
-    assert there == here and there.dataset.episodes == [1, 2] and there.steps == 8
+    assert of_job == here and of_job.dataset.episodes == [1, 2] and of_job.steps == 8
 
 
 # Watching
@@ -407,7 +407,7 @@ class Job:
         self.work = machine / "work"
         self.work.mkdir(parents=True)
         script = body["command"][2].replace("/tmp/", f"{self.work}/").replace(f"{MOUNT}/", f"{bucket}/")
-        there = environment.for_cpu(
+        env = environment.for_cpu(
             PATH=f"{_python(machine / 'bin', python)}:{os.environ['PATH']}",
             PYTHONPATH=f"{self.packages}:{os.environ['PYTHONPATH']}",
             PIP_NO_INDEX="1",
@@ -417,16 +417,16 @@ class Job:
         )
         self.errors = machine / "stderr"
         with self.errors.open("w") as errors:
-            self.process = subprocess.Popen(["bash", "-c", script], env=there, stderr=errors)
+            self.process = subprocess.Popen(["bash", "-c", script], env=env, stderr=errors)
 
     def wait_for_step(self, step: int) -> None:
         metrics = self.work / "arm" / "metrics.jsonl"
 
-        def there() -> bool:
+        def is_there() -> bool:
             assert self.process.poll() is None, self.errors.read_text()
             return metrics.exists() and metrics.read_text().count("\n") >= step
 
-        wait_for(there)
+        wait_for(is_there)
 
     def end(self) -> int:
         return self.process.wait(LIMIT_S)
@@ -456,11 +456,11 @@ def test_a_job_that_is_ended_goes_on_in_the_next_one(hub, lowdim, tiny_act, warm
     shutil.rmtree(first.work)
     second = Job(body, warm_python, tmp_path / "second", bucket, tmp_path / "datasets")
     assert second.end() == 0, second.errors.read_text()
-    whole = tmp_path / "whole"
-    assert main(["train", f"--dataset.root={lowdim}", f"--output_dir={whole}", *flags]) == 0
-    assert losses(bucket / "arm") == losses(whole) and len(losses(whole)) == 80
+    uninterrupted = tmp_path / "whole"
+    assert main(["train", f"--dataset.root={lowdim}", f"--output_dir={uninterrupted}", *flags]) == 0
+    assert losses(bucket / "arm") == losses(uninterrupted) and len(losses(uninterrupted)) == 80
     name = "checkpoints/000080/pretrained_model/model.safetensors"
-    assert (bucket / "arm" / name).read_bytes() == (whole / name).read_bytes()
+    assert (bucket / "arm" / name).read_bytes() == (uninterrupted / name).read_bytes()
 
 
 def losses(run: Path) -> list[float]:
@@ -472,7 +472,7 @@ def losses(run: Path) -> list[float]:
 
 
 @pytest.mark.parametrize(
-    "status, said",
+    "status, message",
     [
         (402, r"no credit for jobs.*settings/billing"),
         (403, r"does not have permission for ann.*settings/tokens"),
@@ -482,9 +482,9 @@ def losses(run: Path) -> list[float]:
         (500, r"rejected.*500 the reason"),
     ],
 )
-def test_refusals(hub, status, said):
+def test_refusals(hub, status, message):
     hub.refuse["POST /api/jobs/ann"] = (status, "the reason")
-    with pytest.raises(FlexorError, match=said) as caught:
+    with pytest.raises(FlexorError, match=message) as caught:
         launch(["--namespace=ann", "--", PENS])
     assert "the reason" in str(caught.value) and TOKEN not in str(caught.value)
 

@@ -26,7 +26,7 @@ def run(tmp_path) -> Path:
 
 
 @pytest.fixture
-def kept(tmp_path) -> Path:
+def backup(tmp_path) -> Path:
     """A mounted bucket is there before anything is in it; the run's folder is not."""
     (tmp_path / "bucket").mkdir()
     return tmp_path / "bucket" / "run"
@@ -49,84 +49,84 @@ def steps(folder: Path) -> list[int]:
     return list(checkpoint.complete(folder / "checkpoints"))
 
 
-def test_what_is_kept_comes_back(run, kept, tmp_path):
-    assert RunKeeper(tmp_path / "nothing", kept).copy() and not kept.exists()
-    assert _fresh(run, kept).copy()
-    restore(kept, tmp_path / "other")
+def test_what_is_kept_comes_back(run, backup, tmp_path):
+    assert RunKeeper(tmp_path / "nothing", backup).copy() and not backup.exists()
+    assert _fresh(run, backup).copy()
+    restore(backup, tmp_path / "other")
     expected = files(run)
     del expected[".lock"]
     assert files(tmp_path / "other") == {k: v for k, v in expected.items() if "/last/" not in k}
     checkpoint.verify(tmp_path / "other" / "checkpoints" / "000001")
 
 
-def _fresh(run: Path, kept: Path) -> RunKeeper:
+def _fresh(run: Path, backup: Path) -> RunKeeper:
     """A keeper that was there before the run began."""
     aside = run.with_name("aside")
     run.rename(aside)
-    keeper = RunKeeper(run, kept)
+    keeper = RunKeeper(run, backup)
     aside.rename(run)
     return keeper
 
 
-def test_only_what_is_new_is_copied(run, kept):
-    keeper = _fresh(run, kept)
+def test_only_what_is_new_is_copied(run, backup):
+    keeper = _fresh(run, backup)
     assert keeper.copy()
-    before = {p: p.stat().st_mtime_ns for p in kept.rglob("*") if p.is_file()}
+    before = {p: p.stat().st_mtime_ns for p in backup.rglob("*") if p.is_file()}
     save(run, 2)
     (run / "metrics.jsonl").write_text("1\n2\n")
     assert keeper.copy()
-    assert steps(kept) == [1, 2] and (kept / "metrics.jsonl").read_text() == "1\n2\n"
+    assert steps(backup) == [1, 2] and (backup / "metrics.jsonl").read_text() == "1\n2\n"
     changed = [p.name for p, time in before.items() if p.stat().st_mtime_ns != time]
     assert changed == ["metrics.jsonl"]
 
 
-def test_unfinished_checkpoints_stay_away(run, kept):
+def test_unfinished_checkpoints_stay_away(run, backup):
     unfinished = checkpoint.Folder(run / "checkpoints", 2, 100)
     unfinished.open()
     (run / "checkpoints" / "000003").mkdir()
-    assert _fresh(run, kept).copy()
-    assert [p.name for p in (kept / "checkpoints").iterdir()] == ["000001"]
+    assert _fresh(run, backup).copy()
+    assert [p.name for p in (backup / "checkpoints").iterdir()] == ["000001"]
 
 
-def test_checkpoints_that_the_run_removed_go(run, kept):
-    keeper = _fresh(run, kept)
+def test_checkpoints_that_the_run_removed_go(run, backup):
+    keeper = _fresh(run, backup)
     keeper.copy()
     save(run, 2)
     checkpoint.prune(run / "checkpoints", keep_last=1, keep_every=None)
     assert keeper.copy()
-    assert steps(kept) == [2] and len(list((kept / "checkpoints").iterdir())) == 1
+    assert steps(backup) == [2] and len(list((backup / "checkpoints").iterdir())) == 1
 
 
-def test_the_next_machine_keeps_what_the_one_before_kept(run, kept, tmp_path):
+def test_the_next_machine_keeps_what_the_one_before_kept(run, backup, tmp_path):
     """Only the newest comes back, so that the others are not here does not mean that they were removed."""
     save(run, 2)
-    assert _fresh(run, kept).copy()
+    assert _fresh(run, backup).copy()
     other = tmp_path / "other"
-    restore(kept, other)
-    keeper = RunKeeper(other, kept)
+    restore(backup, other)
+    keeper = RunKeeper(other, backup)
     assert steps(other) == [2]
     save(other, 3)
     assert keeper.copy()
-    assert steps(kept) == [1, 2, 3]
+    assert steps(backup) == [1, 2, 3]
 
 
-def test_a_copy_that_fails_is_made_again(run, kept, log_lines):
-    kept.mkdir()
-    (kept / "checkpoints").write_text("in the way")
-    keeper = _fresh(run, kept)
+def test_a_copy_that_fails_is_made_again(run, backup, log_lines):
+    backup.mkdir()
+    (backup / "checkpoints").write_text("in the way")
+    keeper = _fresh(run, backup)
     assert not keeper.copy()
-    assert (kept / "metrics.jsonl").exists()  # what can be copied is
+    assert (backup / "metrics.jsonl").exists()  # what can be copied is
     assert any("000001 could not be copied" in line for line in log_lines)
-    (kept / "checkpoints").unlink()
+    (backup / "checkpoints").unlink()
     assert keeper.copy()
-    checkpoint.verify(kept / "checkpoints" / "000001")
+    checkpoint.verify(backup / "checkpoints" / "000001")
 
 
 @pytest.mark.parametrize("copied", [1, 2])  # of three files
-def test_a_machine_that_dies_while_copying(copied, run, kept, tmp_path, monkeypatch):
+def test_a_machine_that_dies_while_copying(copied, run, backup, tmp_path, monkeypatch):
     """Whatever it had copied, what comes back is whole."""
     save(run, 2)
-    keeper = _fresh(run, kept)
+    keeper = _fresh(run, backup)
     keeper.copy()
     save(run, 3)
     copies, copy = iter(range(100)), keep._copy
@@ -140,28 +140,28 @@ def test_a_machine_that_dies_while_copying(copied, run, kept, tmp_path, monkeypa
     with pytest.raises(SystemExit):
         keeper.copy()
     monkeypatch.setattr(keep, "_copy", copy)
-    assert (kept / "checkpoints" / "000003").exists()
-    restore(kept, tmp_path / "other")
-    assert steps(tmp_path / "other") == [2] and steps(kept) == [1, 2]
-    assert not (kept / "checkpoints" / "000003").exists()
+    assert (backup / "checkpoints" / "000003").exists()
+    restore(backup, tmp_path / "other")
+    assert steps(tmp_path / "other") == [2] and steps(backup) == [1, 2]
+    assert not (backup / "checkpoints" / "000003").exists()
 
 
-def test_a_damaged_checkpoint_is_passed_over(run, kept, tmp_path, log_lines):
+def test_a_damaged_checkpoint_is_passed_over(run, backup, tmp_path, log_lines):
     """Mounted folders may lose what was written last."""
     save(run, 2)
-    assert _fresh(run, kept).copy()
-    (kept / "checkpoints" / "000002" / "pretrained_model" / "model.safetensors").write_bytes(b"half")
+    assert _fresh(run, backup).copy()
+    (backup / "checkpoints" / "000002" / "pretrained_model" / "model.safetensors").write_bytes(b"half")
     other = tmp_path / "other"
-    restore(kept, other)
+    restore(backup, other)
     assert steps(other) == [1]
     assert any("000002" in line for line in log_lines)
-    keeper = RunKeeper(other, kept)
+    keeper = RunKeeper(other, backup)
     save(other, 2)  # the run gets there again
     assert keeper.copy()
-    checkpoint.verify(kept / "checkpoints" / "000002")
+    checkpoint.verify(backup / "checkpoints" / "000002")
 
 
-def test_training_is_told_to_stop_in_time(kept, tmp_path):
+def test_training_is_told_to_stop_in_time(backup, tmp_path):
     """At once, here: before the program can do anything about it."""
     ended = subprocess.run(
         [
@@ -169,7 +169,7 @@ def test_training_is_told_to_stop_in_time(kept, tmp_path):
             "-m",
             "flexor.launch.hf.keep",
             "--seconds=0",
-            str(kept),
+            str(backup),
             str(tmp_path / "r"),
             "--",
             "doctor",
@@ -181,11 +181,11 @@ def test_training_is_told_to_stop_in_time(kept, tmp_path):
     assert ended.returncode == 128 + 15 and "telling training to save and stop" in ended.stderr
 
 
-def test_links_are_not_followed(run, kept, tmp_path, log_lines):
+def test_links_are_not_followed(run, backup, tmp_path, log_lines):
     secret = tmp_path / "id_rsa"
     secret.write_text("mine alone")
     for link in (run / "notes", run / "videos" / "b.mp4", run / "checkpoints/000001/training_state/more"):
         link.symlink_to(secret)
-    assert _fresh(run, kept).copy()
-    assert b"mine alone" not in files(kept).values() and (kept / "config.yaml").is_file()
+    assert _fresh(run, backup).copy()
+    assert b"mine alone" not in files(backup).values() and (backup / "config.yaml").is_file()
     assert sum("is a symbolic link, so it is not copied" in line for line in log_lines) == 3

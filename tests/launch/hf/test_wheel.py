@@ -41,10 +41,15 @@ def test_it_is_installed_and_runs(wheel, tmp_path):
     store(wheel, tmp_path / "bucket")
     installed = install(wheel, tmp_path / "bucket", tmp_path / "here", "vla")
     assert installed.returncode == 0, installed.stderr
-    there = environment.for_cpu(PYTHONPATH=str(tmp_path / "here"))
+    env = environment.for_cpu(PYTHONPATH=str(tmp_path / "here"))
     code = "import flexor, flexor_client, flexor.cli.main; print(flexor.__file__, flexor_client.__file__)"
     ran = subprocess.run(
-        [sys.executable, "-c", code], env=there, cwd=tmp_path, capture_output=True, text=True, timeout=LIMIT_S
+        [sys.executable, "-c", code],
+        env=env,
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=LIMIT_S,
     )
     assert ran.stdout.split() == [
         f"{tmp_path}/here/flexor/__init__.py",

@@ -26,16 +26,16 @@ PERMANENT = (401, 403, 404)
 def follow(api: HfApi, job: JobInfo, out: TextIO) -> JobInfo:
     """Print the job's log until it has ended. Reconnects if the connection breaks; prints no line twice."""
     namespace = job.owner.name
-    shown = failures = 0
+    printed = failures = 0
     with _ctrl_c_noted() as pressed:
         while True:
             try:
                 for number, line in enumerate(
                     api.fetch_job_logs(job_id=job.id, namespace=namespace, follow=True)
                 ):
-                    if number >= shown:  # after a reconnect, the Hub sends everything again
+                    if number >= printed:  # after a reconnect, the Hub sends everything again
                         print_text(line, out)
-                        shown, failures = number + 1, 0
+                        printed, failures = number + 1, 0
                 if pressed:
                     raise KeyboardInterrupt
                 now = api.inspect_job(job_id=job.id, namespace=namespace)
@@ -95,5 +95,5 @@ def _explain(error: Exception, endpoint: str, namespace: str) -> str:
         404: f"{namespace} does not exist on the Hub, or you can't access it. Check --namespace and --bucket.",
         429: "You have sent too many requests to the Hub. Try again in a few minutes.",
     }
-    said = error.server_message or first_line(error)
-    return f"{advice.get(status, 'The Hub rejected the request.')} Its answer: {status} {said}"
+    answer = error.server_message or first_line(error)
+    return f"{advice.get(status, 'The Hub rejected the request.')} Its answer: {status} {answer}"

@@ -34,8 +34,8 @@ from flexor.launch.hf.request import (
     read_env,
     read_seconds,
     read_secrets,
+    redacted_request,
     settle,
-    shown,
 )
 from flexor.launch.hf.wheel import flexor_wheel, read_wheel
 from flexor.plan.site.hardware import Flavor, load_hardware
@@ -53,16 +53,16 @@ def launch_hf_jobs(arguments: list[str]) -> int:
     if options.dry_run:
         options.namespace = options.namespace or "YOUR-NAME"
         machine = _machine(options, training, secrets, _offers(_flavors_of_client()))
-        print_json(shown(build_request(training, machine)), indent=2)
+        print_json(redacted_request(build_request(training, machine)), indent=2)
         return 0
     api = _client(secrets["HF_TOKEN"])
     with explained(api.endpoint, options.namespace):
         options.namespace = options.namespace or api.whoami()["name"]
         _check_dataset(api, training.config)
-        known = {hardware.name: hardware for hardware in api.list_jobs_hardware()}
-        machine = _machine(options, training, secrets, _offers(known, known.values()))
+        available = {hardware.name: hardware for hardware in api.list_jobs_hardware()}
+        machine = _machine(options, training, secrets, _offers(available, available.values()))
         request = build_request(training, machine)
-        log.info("%s: %s", machine.flavor, _describe(known[machine.flavor], machine.seconds / 3600))
+        log.info("%s: %s", machine.flavor, _describe(available[machine.flavor], machine.seconds / 3600))
         bucket = request["volumes"][0].source
         api.create_bucket(bucket, private=True, exist_ok=True)
         _upload(api, bucket, machine)
@@ -76,23 +76,23 @@ def _parse(arguments: list[str]) -> tuple[argparse.Namespace, list[str]]:
     parser = argparse.ArgumentParser(
         prog="flexor launch hf-jobs",
         usage="flexor launch hf-jobs [options] [--] [train] [settings ...]",
-        description="Train on a machine of Hugging Face Jobs, with all of its GPUs; it costs money by the minute. "
+        description="Train on a machine of Hugging Face Jobs, with all of its GPUs. You pay by the minute. "
         "Checkpoints go to a private bucket of yours, and with the same --output_dir a run resumes from there. "
-        "Ctrl-C stops following the log, not the job. Exits with 0 if the job completed, with 1 if it did not.",
+        "Ctrl-C stops following the log, not the job. The exit code is 0 if the job completed, else 1.",
         allow_abbrev=False,
     )
     add = parser.add_argument
     add(
         "--flavor",
         default="",
-        help="the machine (`hf jobs hardware` lists them); default: the cheapest that fits, by the plan",
+        help="the machine (`hf jobs hardware` lists them); default: the cheapest on which the run fits, by the plan",
     )
     add("--timeout", help="time limit of the job: seconds, 90m, 6h or 2d; default: from the plan")
     add("--image", default="python:3.12", help="Docker image with bash and Python; default: python:3.12")
     add(
         "--package",
-        help="another package that pip installs in the job, such as one with your policy: a wheel or a URL. The job "
-        "always gets the Flexor that runs here",
+        help="another package to install in the job, such as one with your policy: a wheel or a URL. The Flexor that "
+        "runs here is always installed",
     )
     add("--namespace", default="", help="organisation that runs the job and pays; default: you")
     add("--bucket", help=f"OWNER/NAME of the bucket; default: NAMESPACE/{BUCKET}")
@@ -101,11 +101,11 @@ def _parse(arguments: list[str]) -> tuple[argparse.Namespace, list[str]]:
         action="append",
         default=[],
         metavar="NAME",
-        help="environment variable that is passed to the job as a secret, in addition to HF_TOKEN",
+        help="environment variable to pass to the job as a secret, besides HF_TOKEN; repeatable",
     )
     add("--env", action="append", default=[], metavar="NAME=VALUE", help="environment variable of the job")
     add("--detach", action="store_true", help="do not follow the job's log")
-    add("--dry-run", "--dry_run", action="store_true", help="print the request, send nothing")
+    add("--dry-run", "--dry_run", action="store_true", help="print the request, but send nothing")
     add("--json", action="store_true", help="print one JSON object; the job's log goes to standard error")
     cut = arguments.index("--") if "--" in arguments else len(arguments)
     options, words = parser.parse_known_args(arguments[:cut])
@@ -126,8 +126,8 @@ def _machine(
         raise ConfigError(f"There is no flavor {options.flavor!r}. Available: {', '.join(offers)}.")
     env = read_env(options.env, secrets)
     seconds = None if options.timeout is None else read_seconds(options.timeout)
-    known = [offer for offer in offers.values() if offer is not None]
-    flavor, seconds = settle_machine(training, options.flavor, seconds, known)
+    planned = [offer for offer in offers.values() if offer is not None]
+    flavor, seconds = settle_machine(training, options.flavor, seconds, planned)
     wheels, package = [flexor_wheel()], options.package
     if package is not None and (package.endswith(".whl") or Path(package).exists()) and "://" not in package:
         wheels, package = [*wheels, read_wheel(Path(package))], None
@@ -172,8 +172,8 @@ def _flavors_of_client() -> list[str]:
 
 def _offers(names: Iterable[str], prices: Iterable[JobHardwareInfo] = ()) -> dict[str, Flavor | None]:
     """The available flavors by name, with the Hub's prices if it gives them; None for flavors unknown to the plan."""
-    known = offers_of(load_hardware())
-    offers = {name: known.get(name) for name in names}
+    flavors = offers_of(load_hardware())
+    offers = {name: flavors.get(name) for name in names}
     for hardware in prices:
         offer = offers[hardware.name]
         if offer is not None and hardware.unit_label == "minute":
@@ -194,10 +194,10 @@ def _check_dataset(api: HfApi, config: TrainConfig) -> None:
 
 def _describe(hardware: JobHardwareInfo, hours: float) -> str:
     gpu = hardware.accelerator
-    what = f"{gpu.quantity}x {gpu.model} ({gpu.vram})" if gpu else hardware.cpu
+    machine = f"{gpu.quantity}x {gpu.model} ({gpu.vram})" if gpu else hardware.cpu
     price = f"{hardware.unit_cost_usd:g} $ per {hardware.unit_label}"
     most = f", at most {hardware.unit_cost_usd * 60 * hours:.2f} $" if hardware.unit_label == "minute" else ""
-    return f"{what}, {price}; stopped after {hours:g} hours at the latest (--timeout){most}"
+    return f"{machine}, {price}; stopped after {hours:g} hours at the latest (--timeout){most}"
 
 
 def _summary(job: JobInfo, training: Training, machine: Machine, bucket: str) -> dict[str, Any]:

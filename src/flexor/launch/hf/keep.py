@@ -1,4 +1,4 @@
-"""Copies a run to a folder that outlives the machine: python -m flexor.launch.hf.keep KEPT RUN -- train ...
+"""Copies a run to a folder that outlives the machine: python -m flexor.launch.hf.keep BACKUP RUN -- train ...
 
 On Hugging Face Jobs that folder is a mounted bucket. A file in a bucket is written once, from start to end,
 and exists after it is closed, which waits for its upload. It can't be appended to or locked, and links are
@@ -30,16 +30,16 @@ TOLD_TO_STOP = 75
 LAST_TRIES = 5  # attempts to copy the remaining files after training has ended
 
 
-def restore(kept: Path, run: Path) -> None:
+def restore(backup: Path, run: Path) -> None:
     """Restore what an earlier machine copied: the newest complete checkpoint, and the other files of the run."""
     if run.exists():
         return  # the same machine again: its own files are newer
-    for name in _beside(kept):
-        _copy(kept / name, run / name)
-    for folder in (kept / CHECKPOINTS).glob("*"):
+    for name in _beside(backup):
+        _copy(backup / name, run / name)
+    for folder in (backup / CHECKPOINTS).glob("*"):
         if not (folder / checkpoint.MANIFEST).is_file():
             shutil.rmtree(folder, ignore_errors=True)  # the earlier machine died while copying it
-    for folder in reversed(checkpoint.complete(kept / CHECKPOINTS).values()):
+    for folder in reversed(checkpoint.complete(backup / CHECKPOINTS).values()):
         copy = run / CHECKPOINTS / folder.name
         try:
             shutil.copytree(folder, copy)
@@ -55,20 +55,23 @@ def restore(kept: Path, run: Path) -> None:
 class RunKeeper:
     """Copies new files of a run, and removes the copies of checkpoints that the run has removed."""
 
-    def __init__(self, run: Path, kept: Path):
+    def __init__(self, run: Path, backup: Path):
         self.run = run
-        self.kept = kept
+        self.backup = backup
         self._files = {name: _state(run / name) for name in _beside(run)}
         self._checkpoints = {folder.name for folder in checkpoint.complete(run / CHECKPOINTS).values()}
 
     def copy(self) -> bool:
         """Copy new files. Returns whether all could be copied; the others are retried next time."""
-        whole = {folder.name for folder in checkpoint.complete(self.run / CHECKPOINTS).values()}
+        complete = {folder.name for folder in checkpoint.complete(self.run / CHECKPOINTS).values()}
         return all(
             [
                 *(self._try(self._copy_file, name) for name in _beside(self.run)),
-                *(self._try(self._copy_checkpoint, n) for n in sorted(whole - self._checkpoints, key=int)),
-                *(self._try(self._remove_checkpoint, n) for n in sorted(self._checkpoints - whole, key=int)),
+                *(self._try(self._copy_checkpoint, n) for n in sorted(complete - self._checkpoints, key=int)),
+                *(
+                    self._try(self._remove_checkpoint, n)
+                    for n in sorted(self._checkpoints - complete, key=int)
+                ),
             ]
         )
 
@@ -76,18 +79,18 @@ class RunKeeper:
         try:
             action(name)
         except OSError as error:
-            log.warning("%s could not be copied to %s yet: %s", name, self.kept, error)
+            log.warning("%s could not be copied to %s yet: %s", name, self.backup, error)
             return False
         return True
 
     def _copy_file(self, name: str) -> None:
         state = _state(self.run / name)
         if state is not None and state != self._files.get(name):
-            _copy(self.run / name, self.kept / name)
+            _copy(self.run / name, self.backup / name)
             self._files[name] = state
 
     def _copy_checkpoint(self, name: str) -> None:
-        source, target = self.run / CHECKPOINTS / name, self.kept / CHECKPOINTS / name
+        source, target = self.run / CHECKPOINTS / name, self.backup / CHECKPOINTS / name
         self._remove_checkpoint(name)
         paths = [path for path in source.rglob("*") if not _is_link(path) and path.is_file()]
         files = [path.relative_to(source).as_posix() for path in paths]
@@ -103,7 +106,7 @@ class RunKeeper:
         log.info("copied to %s", target)
 
     def _remove_checkpoint(self, name: str) -> None:
-        target = self.kept / CHECKPOINTS / name
+        target = self.backup / CHECKPOINTS / name
         (target / checkpoint.MANIFEST).unlink(missing_ok=True)
         if target.exists():
             shutil.rmtree(target)
@@ -130,10 +133,10 @@ def _is_link(path: Path) -> bool:
 def _state(path: Path) -> tuple[int, int] | None:
     """A value that changes when a file changes; None if the file is gone, which can happen at any time."""
     try:
-        found = path.stat()
+        status = path.stat()
     except FileNotFoundError:
         return None
-    return found.st_size, found.st_mtime_ns
+    return status.st_size, status.st_mtime_ns
 
 
 def _copy(source: Path, target: Path) -> None:
@@ -142,11 +145,11 @@ def _copy(source: Path, target: Path) -> None:
 
 
 def train_and_keep(
-    kept: Path, run: Path, words: Sequence[str], seconds: float | None = None, pause: float = 30.0
+    backup: Path, run: Path, words: Sequence[str], seconds: float | None = None, pause: float = 30.0
 ) -> int:
     """Run `flexor WORDS` and copy its finished files every `pause` seconds; returns its exit code."""
-    restore(kept, run)
-    keeper = RunKeeper(run, kept)
+    restore(backup, run)
+    keeper = RunKeeper(run, backup)
     process = subprocess.Popen([sys.executable, "-m", "flexor", *words])
     for number in (signal.SIGTERM, signal.SIGUSR1):
         signal.signal(number, lambda number, _: process.send_signal(number))
@@ -160,7 +163,7 @@ def train_and_keep(
         with suppress(subprocess.TimeoutExpired):
             process.wait(pause)
     if not _copy_the_rest(keeper, pause):
-        log.error("the last files of the run could not be copied to %s", kept)
+        log.error("the last files of the run could not be copied to %s", backup)
         return 1
     if process.returncode == TOLD_TO_STOP:
         log.info("saved and stopped: start it again with the same --output_dir to resume")
@@ -183,12 +186,12 @@ def _copy_the_rest(keeper: RunKeeper, pause: float) -> bool:
 def main(arguments: Sequence[str]) -> int:
     at = list(arguments).index("--")
     parser = argparse.ArgumentParser(prog="python -m flexor.launch.hf.keep")
-    parser.add_argument("kept", type=Path, help="folder that outlives the machine")
+    parser.add_argument("backup", type=Path, help="folder that outlives the machine")
     parser.add_argument("run", type=Path, help="folder of the run during training: its --output_dir")
     parser.add_argument("--seconds", type=float, help="after this many, tell training to save and stop")
     options = parser.parse_args(arguments[:at])
     setup_logging()
-    return train_and_keep(options.kept, options.run, arguments[at + 1 :], options.seconds)
+    return train_and_keep(options.backup, options.run, arguments[at + 1 :], options.seconds)
 
 
 if __name__ == "__main__":

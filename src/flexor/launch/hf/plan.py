@@ -131,12 +131,12 @@ def _planned(training: Training, flavor: str, offers: Sequence[Flavor]) -> tuple
     try:
         if flavor:
             return offers[0], market.plan(offers[0], config.batch_size)
-        found = market.cheapest(offers)
+        cheapest = market.cheapest(offers)
     except Exception as error:  # tracing a policy can raise anything
         raise CantPlan(f"{type(error).__name__}: {error}") from error
-    if found is None:
+    if cheapest is None:
         raise ConfigError(market.nothing_fits(offers))
-    return found
+    return cheapest
 
 
 def _can_share(global_batch: int, offer: Flavor, gpus: int | None) -> bool:
@@ -156,12 +156,12 @@ def _job(config: TrainConfig) -> tuple[TrainConfig, Data]:
             _, policy = usual_robot(policy)
         except ConfigError as error:
             raise CantPlan(f"{why}; and {error}") from error
-    seen = ", ".join(f"{name} {list(feature.shape)}" for name, feature in policy.input_features.items())
+    inputs = ", ".join(f"{name} {list(feature.shape)}" for name, feature in policy.input_features.items())
     log.warning(
         "The dataset can't be opened on this machine: %s. Planning with %d frames of %s instead",
         why,
         FRAMES,
-        seen,
+        inputs,
     )
     return replace(config, policy=policy), imagined_data(policy, FRAMES)
 

@@ -82,8 +82,8 @@ def settle(words: Sequence[str]) -> Training:
         settings = Path(flags["config"]).read_text()
         flags["config"] = str(SETTINGS)
     for key in ("episodes", "exclude_episodes"):
-        if isinstance(given := getattr(config.dataset, key), list):  # they may come from a file
-            flags[f"dataset.{key}"] = json.dumps(given)
+        if isinstance(episodes := getattr(config.dataset, key), list):  # they may come from a file
+            flags[f"dataset.{key}"] = json.dumps(episodes)
     if config.policy.device is not None:  # the job may have another device
         flags["policy.device"] = "null"
     flags |= {"output_dir": str(WORK / name), "resume": "auto"}
@@ -144,15 +144,15 @@ def read_secrets(names: Sequence[str], config: TrainConfig) -> dict[str, str]:
     instead = {"HF_TOKEN": ", or log in with `hf auth login`"}
     if config.wandb.enable and config.wandb.mode in (None, "online"):
         instead["WANDB_API_KEY"] = ", or give --wandb.enable=false"
-    found = {name: os.environ.get(name) for name in (*instead, *names)} | {"HF_TOKEN": get_token()}
-    for name, value in found.items():
+    values = {name: os.environ.get(name) for name in (*instead, *names)} | {"HF_TOKEN": get_token()}
+    for name, value in values.items():
         if "=" in name:
             raise ConfigError("--secret takes only a name: the value is read from your environment.")
         if not value:
             raise ConfigError(
                 f"The job needs the secret {name}, which is not set: export {name}=...{instead.get(name, '')}."
             )
-    return {name: str(value) for name, value in found.items()}
+    return {name: str(value) for name, value in values.items()}
 
 
 def read_env(pairs: Sequence[str], secrets: dict[str, str]) -> dict[str, str]:
@@ -234,7 +234,7 @@ def _extras(config: TrainConfig) -> list[str]:
     return [name for name, needed in extras.items() if needed]
 
 
-def shown(request: dict[str, Any]) -> dict[str, Any]:
+def redacted_request(request: dict[str, Any]) -> dict[str, Any]:
     """The request without secrets."""
     return request | {
         "secrets": dict.fromkeys(request["secrets"], "***"),
