@@ -39,7 +39,7 @@ def write(folder: Path, tensors: dict[str, torch.Tensor], ranks: int) -> None:
                 if rows is None and rank:
                     continue
                 expected[name] = tensor if rows is None else tensor[rows].clone()
-                described = shards._described(tensor, shards.shard_file(rank))
+                described = shards._index_entry(tensor, shards.shard_file(rank))
                 if rows is not None:
                     described["pieces"][0] |= {"start": rows.start, "stop": rows.stop}
                 index[name] = described
