@@ -106,24 +106,25 @@ def test_a_graph_for_each_part_of_which_the_time_is_taken(monkeypatch):
     done: list[str] = []
 
     @contextmanager
-    def into(_):
+    def capture(*_):
         done.append("(")
         yield
         done.append(")")
 
+    monkeypatch.setattr("flexor.train.graph.capture", capture)
     for times, graphs in (
         (StepTimes(), "(forward backward optimizer)"),
         (StepTimes(torch.device("cpu")), "(forward)(backward)(optimizer)"),
     ):
         done.clear()
-        with _Pieces(times, "optimizer", into) as pieces:
+        with _Pieces(times, "optimizer", None, None) as pieces:
             for part in ("forward", "backward"):
                 done.append(part)
                 times.mark(part)
             done.append("optimizer")
         assert "".join(done) == graphs.replace(" ", "")
         assert [part for part, _ in pieces] == ["forward", "backward", "optimizer"][-graphs.count("(") :]
-        with pytest.raises(ValueError, match="mistake"), _Pieces(times, "optimizer", into):
+        with pytest.raises(ValueError, match="mistake"), _Pieces(times, "optimizer", None, None):
             raise ValueError("mistake")
         assert times.cut is None
 
