@@ -52,12 +52,12 @@ def test_units_have_one_dtype_each_and_every_parameter_is_in_one(name, dataset, 
     assert len({p.dtype for p in policy.parameters() if p.requires_grad}) == 2
     sharding = sharding_of(policy)
     assert sharding.units[-1] is policy and set(policy.shard_units()) < set(sharding.units)
-    taken = {id(p) for p in sharding.whole.values()}
+    taken = {id(p) for p in sharding.replicated.values()}
     for unit in sharding.units:
         inside = [p for p in unit.parameters() if id(p) not in taken]
         taken |= {id(p) for p in inside}
         assert len({p.dtype for p in inside if p.requires_grad}) <= 1
-    assert sharding.whole
+    assert sharding.replicated
     assert taken == {id(p) for p in policy.parameters()}
 
 
@@ -74,7 +74,7 @@ def test_little_is_whole_at_full_size(name):
 def test_one_dtype_needs_nothing_apart(dataset, tmp_path):
     policy = policy_of([*small_flags("pi05", tmp_path), "--policy.device=cpu"], dataset)
     sharding = sharding_of(policy)
-    assert sharding.units == [*policy.shard_units(), policy] and not sharding.whole
+    assert sharding.units == [*policy.shard_units(), policy] and not sharding.replicated
 
 
 def test_accelerate_does_not_shard_several_dtypes(dataset, tmp_path):
