@@ -26,7 +26,7 @@ BASIC = "Basic " + base64.b64encode(f"anybody:{KEY}".encode()).decode()
 
 
 @pytest.mark.parametrize(
-    ("given", "fits"),
+    ("authorizations", "fits"),
     [
         ([f"Api-Key {KEY}"], True),
         ([f"api-key {KEY}"], True),
@@ -43,8 +43,8 @@ BASIC = "Basic " + base64.b64encode(f"anybody:{KEY}".encode()).decode()
         ([f"Api-Key {KEY}", f"Api-Key {KEY}"], False),
     ],
 )
-def test_the_key(given, fits):
-    assert has_key(Headers([("Authorization", value) for value in given]), KEY) is fits
+def test_the_key(authorizations, fits):
+    assert has_key(Headers([("Authorization", value) for value in authorizations]), KEY) is fits
     assert has_key(Headers(), None)
 
 
@@ -96,7 +96,9 @@ def test_names_of_the_server(host, allowed):
 def ask_for(url: str, name: str, **settings: Any) -> Talk:
     """Connect to a server as if its address were behind another name."""
     port = urlsplit(url).port
-    return Talk(f"ws://{name}:{port}", sock=socket.create_connection(("127.0.0.1", port), 30), **settings)
+    return Talk(
+        f"ws://{name}:{port}", sock=socket.create_connection(("127.0.0.1", port), LIMIT_S), **settings
+    )
 
 
 @pytest.mark.parametrize("processes", [0, pytest.param(1, marks=needs_linux)])
@@ -152,7 +154,7 @@ def test_metrics_and_status():
             robot.ask(observation(value, prompt="put it <there>"))
         robot.ask(observation(1, flexor={"deadline_ms": 1, "age_ms": 2}))
         text = get(url, "/metrics")[1]
-        found = json.loads(get(url, "/status")[1])
+        page = json.loads(get(url, "/status")[1])
     lines = dict(line.rsplit(" ", 1) for line in text.splitlines() if not line.startswith("#"))
     assert lines['flexor_requests_total{result="ok"}'] == "3"
     assert lines['flexor_requests_total{result="expired"}'] == "1"
@@ -166,10 +168,10 @@ def test_metrics_and_status():
     assert buckets == sorted(buckets)
     kinds = [line.split()[2] for line in text.splitlines() if line.startswith("# TYPE")]
     assert len(kinds) == len({*kinds}) and all(name.startswith("flexor_") for name in kinds)
-    (client,) = found["clients"]
+    (client,) = page["clients"]
     assert client["requests"] == 4 and client["expired"] == 1 and client["task"] == ""
     assert next(iter(client["images"].values())).startswith("data:image/jpeg;base64,")
-    assert found["latency_ms"]["total"]["p50"] > found["latency_ms"]["model"]["p50"] > 0
+    assert page["latency_ms"]["total"]["p50"] > page["latency_ms"]["model"]["p50"] > 0
 
 
 @pytest.fixture(scope="module")

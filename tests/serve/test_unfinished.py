@@ -10,7 +10,6 @@ import pytest
 from websockets.exceptions import ConnectionClosed
 from websockets.frames import Frame
 from websockets.server import ServerProtocol
-from websockets.sync.client import connect
 
 from flexor.serve import connections, rate_limit
 from flexor.serve.unfinished import FRAMES_PER_S, UnfinishedMessages
@@ -115,13 +114,15 @@ def no_time_passes(monkeypatch):
 def test_fragments_of_nothing_end(monkeypatch, no_time_passes):
     """A message of empty fragments would never reach a limit in bytes."""
     monkeypatch.setattr(connections, "CLOSING_S", 0.2)
-    with serving(numbers(), frame_bytes=FRAME) as (url, _), connect(url, close_timeout=0.2) as robot:
-        robot.recv(timeout=LIMIT_S)
-        with pytest.raises((ConnectionClosed, OSError)):
-            robot.socket.sendall(b"\x02\x80" + bytes(4))
-            for _ in range(1000):
-                robot.socket.sendall((b"\x00\x80" + bytes(4)) * 1000)
-            robot.recv(timeout=LIMIT_S)
+    with (
+        serving(numbers(), frame_bytes=FRAME) as (url, _),
+        Talk(url, close_timeout=0.2) as robot,
+        pytest.raises((ConnectionClosed, OSError)),
+    ):
+        robot.socket.socket.sendall(b"\x02\x80" + bytes(4))
+        for _ in range(1000):
+            robot.socket.socket.sendall((b"\x00\x80" + bytes(4)) * 1000)
+        robot.socket.recv(timeout=LIMIT_S)
 
 
 @pytest.mark.parametrize(
