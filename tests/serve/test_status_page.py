@@ -29,8 +29,8 @@ def test_the_page_shows_clients_latency_and_images(browser):
             browser.open(url.replace("ws://", f"http://me:{quote(key, safe='')}@"))
             browser.wait("document.querySelector('.client img')?.complete")
             assert browser.run("document.querySelector('h1').textContent") == "act policy"
-            shown = browser.run("document.querySelector('.client').innerText")
-            assert "3 requests" in shown and "<b>put it there</b>" in shown and CAMERA in shown
+            text = browser.run("document.querySelector('.client').innerText")
+            assert "3 requests" in text and "<b>put it there</b>" in text and CAMERA in text
             rows = browser.run("[...document.querySelectorAll('#latency tr')].map((row) => row.innerText)")
             assert len(rows) == 6 and "median" in rows[0] and "the model" in rows[3]
             colour = browser.run(

@@ -86,10 +86,10 @@ def serving(
 ) -> Iterator[tuple[str, PolicyServer]]:
     """A server on a free port: its address and itself. A busy machine reaches none of its time limits."""
     patience = {"port": 0, "processes": 0, "opening_s": LIMIT_S, "ping_s": LIMIT_S}
-    given = ServeSettings(**{**patience, **settings})
+    serve_settings = ServeSettings(**{**patience, **settings})
     if isinstance(pretrained, Pretrained):
-        pretrained = Predictor(pretrained, reply=given.reply, max_batch=given.max_batch)
-    server = PolicyServer(given, pretrained, names)
+        pretrained = Predictor(pretrained, reply=serve_settings.reply, max_batch=serve_settings.max_batch)
+    server = PolicyServer(serve_settings, pretrained, names)
     limits = dict.fromkeys(("START_S", "END_S", "FIGURES_S", "ANSWER_S"), LIMIT_S)
     with (
         mock.patch.multiple(processes, FROZEN_S=FOREVER_S, **limits),

@@ -8,7 +8,7 @@ from parity.pi0.cases import (
     RELATIVE,
     STEPS,
     TIMES,
-    TWO,
+    TWO_CAMERAS,
     fill_policy,
     make_files,
     training_batch,
@@ -25,8 +25,8 @@ def case(inputs: dict, **settings: object) -> dict:
 
 CASES = {
     "default": case(ONE),
-    "two_cameras": case(TWO),
-    "empty_camera": case(TWO, empty_cameras=1),
+    "two_cameras": case(TWO_CAMERAS),
+    "empty_camera": case(TWO_CAMERAS, empty_cameras=1),
     "expert_only": case(ONE, train_expert_only=True),
     "frozen_vision": case(ONE, freeze_vision_encoder=True),
     "recomputed": case(ONE, gradient_checkpointing=True),
