@@ -33,7 +33,7 @@ from support.limits import LIMIT_S, wait_for
 from support.serving import (
     CAMERA,
     STATE,
-    Talk,
+    RawClient,
     ask_at_once,
     expected,
     get,
@@ -50,13 +50,13 @@ pytestmark = needs_linux
 def test_clients_of_several_processes():
     with serving(numbers(), processes=2, max_clients=3, api_key="key") as (url, server):
         key = {"Authorization": "Api-Key key"}
-        robots = [Talk(url, additional_headers=key) for _ in range(3)]
+        robots = [RawClient(url, additional_headers=key) for _ in range(3)]
         assert [*server.connections.loop.clients] == [1]  # the first one stays with the model
         assert [len(process.clients) for process in server.processes.running] == [1, 1]
         with pytest.raises(InvalidStatus, match="503"):
-            Talk(url, additional_headers=key)
+            RawClient(url, additional_headers=key)
         with pytest.raises(InvalidStatus, match="401"):
-            Talk(url)
+            RawClient(url)
         for value, robot in enumerate(robots):
             for flexor in ({}, {"flexor": {"id": 5, "episode": 2, "step": 7}}):
                 reply = robot.ask(observation(value, prompt=f"robot {value}", **flexor))
@@ -89,7 +89,7 @@ def test_clients_of_several_processes():
 
 def test_a_process_that_dies_costs_only_its_own_clients():
     with serving(numbers(), processes=2) as (url, server):
-        with Talk(url) as survivor, Talk(url) as other:
+        with RawClient(url) as survivor, RawClient(url) as other:
             dying = next(process for process in server.processes.running if process.clients)
             other.ask(observation(1))
             counted = 'flexor_requests_total{result="ok"} %d'
@@ -98,7 +98,7 @@ def test_a_process_that_dies_costs_only_its_own_clients():
             with pytest.raises(ConnectionClosed):
                 other.socket.recv(timeout=LIMIT_S)
             np.testing.assert_array_equal(survivor.ask(observation(2))["actions"], expected(2))
-            with Talk(url) as again:
+            with RawClient(url) as again:
                 np.testing.assert_array_equal(again.ask(observation(3))["actions"], expected(3))
             wait_for(lambda: len(server.processes.running) == 2 and dying not in server.processes.running)
             for _ in range(3):  # whichever process is asked
@@ -127,11 +127,11 @@ def frozen(monkeypatch):
 
 def test_a_process_that_is_frozen_gets_no_robots_and_is_replaced(frozen):
     with serving(numbers(), processes=2) as (url, server), ExitStack() as stack:
-        first, stuck = (stack.enter_context(Talk(url)) for _ in range(2))
+        first, stuck = (stack.enter_context(RawClient(url)) for _ in range(2))
         stopped = frozen.process = next(process for process in server.processes.running if process.clients)
         stopped.process.send_signal(signal.SIGSTOP)
         for value in range(4):  # these may not wait until it is replaced
-            robot = stack.enter_context(Talk(url))
+            robot = stack.enter_context(RawClient(url))
             np.testing.assert_array_equal(robot.ask(observation(value))["actions"], expected(value))
         assert len(stopped.clients) == 1
         frozen.over = True
@@ -139,15 +139,15 @@ def test_a_process_that_is_frozen_gets_no_robots_and_is_replaced(frozen):
             stuck.socket.recv(timeout=LIMIT_S)
         wait_for(lambda: len(server.processes.running) == 2 and stopped not in server.processes.running)
         assert stopped.process.wait(LIMIT_S) == -signal.SIGKILL
-        for talk in (first, robot, stack.enter_context(Talk(url))):
-            np.testing.assert_array_equal(talk.ask(observation(7))["actions"], expected(7))
+        for client in (first, robot, stack.enter_context(RawClient(url))):
+            np.testing.assert_array_equal(client.ask(observation(7))["actions"], expected(7))
 
 
 @pytest.mark.parametrize("processes", [0, 2])
 def test_a_rush_of_clients_does_not_exceed_the_limit(processes):
-    def arrive(_: int) -> Talk | None:
+    def arrive(_: int) -> RawClient | None:
         try:
-            return Talk(url)
+            return RawClient(url)
         except (InvalidStatus, ConnectionClosed):
             return None
 
@@ -262,7 +262,7 @@ def test_a_history_is_kept_of_every_robot():
         normalization_mapping=dict.fromkeys(("VISUAL", "STATE", "ACTION"), "IDENTITY"),
     )
     policy = Pretrained(Remembers(config), *config.pipelines({}, "cpu"))
-    with serving(policy, processes=1) as (url, _), Talk(url) as first, Talk(url) as second:
+    with serving(policy, processes=1) as (url, _), RawClient(url) as first, RawClient(url) as second:
         for before, now in ((1, 1), (1, 5), (5, 2)):
             for robot, more in ((first, 0), (second, 100)):
                 image = np.full((8, 8, 3), now + more, np.uint8)

@@ -24,7 +24,7 @@ from support.serving import (
     CAMERA,
     SIZE,
     STATE,
-    Talk,
+    RawClient,
     expected,
     needs_linux,
     numbers,
@@ -80,13 +80,13 @@ def test_a_policy_that_renames_is_asked_under_the_robots_names():
     policy = numbers()
     policy.preprocessor = with_renaming(policy.preprocessor, {"observation.images.front": CAMERA})
     image = observation()[CAMERA]
-    with serving(policy) as (url, _), Talk(url) as robot:
+    with serving(policy) as (url, _), RawClient(url) as robot:
         assert [*robot.metadata["inputs"]] == [STATE, "observation.images.front"]
         for name in ("observation.images.front", CAMERA):
             message = {STATE: np.array([3, -3, 0], np.float32), name: image}
             np.testing.assert_array_equal(robot.ask(message)["actions"], expected(3))
         assert "needs observation.images.front" in robot.ask({STATE: [1, 2, 3]})
-    with serving(policy, {CAMERA: "eye"}) as (url, _), Talk(url) as robot:
+    with serving(policy, {CAMERA: "eye"}) as (url, _), RawClient(url) as robot:
         np.testing.assert_array_equal(robot.ask({STATE: [3, -3, 0], "eye": image})["actions"], expected(3))
         assert "needs eye" in robot.ask(observation(3))
 
@@ -196,7 +196,11 @@ def test_robots_with_different_cameras_are_served_together(processes, log_lines)
     config.input_features["observation.images.side"] = PolicyFeature(Kind.VISUAL, (3, 4, 5))
     config.can_act_without = lambda names: {*names} <= {"observation.images.side"}
     side = {"observation.images.side": np.zeros((4, 5, 3), np.uint8)}
-    with serving(pretrained, processes=processes) as (url, _), Talk(url) as first, Talk(url) as second:
+    with (
+        serving(pretrained, processes=processes) as (url, _),
+        RawClient(url) as first,
+        RawClient(url) as second,
+    ):
         for value in (1.0, 2.0):
             for robot, more in ((first, side), (second, {}), (second, side), (first, {})):
                 reply = robot.ask(observation(value, **more))

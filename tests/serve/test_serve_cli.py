@@ -20,7 +20,7 @@ from flexor.serve.request import PolicyRequest
 from flexor.serve.settings import ServeSettings
 from support import runs
 from support.limits import LIMIT_S, retried
-from support.serving import Talk, get
+from support.serving import RawClient, get
 from support.small_policies import small_flags
 
 pytestmark = pytest.mark.ranks
@@ -50,7 +50,7 @@ def test_a_checkpoint_is_served(run):
         assert info["metadata"]["action_steps"] == 2 and "robot/joints" in info["metadata"]["inputs"]
 
         def ask() -> np.ndarray:
-            with Talk(info["url"]) as robot:
+            with RawClient(info["url"]) as robot:
                 return robot.ask({**observed, "robot": {"joints": observed[first]}, first: None})["actions"]
 
         # the program has its own time limits, which a busy machine may reach

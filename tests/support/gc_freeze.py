@@ -1,6 +1,6 @@
-"""Imported last by the process that others are forked from: what it has imported lives for ever.
+"""Freezes all objects for the garbage collector. Imported last by the process that others are forked from.
 
-Otherwise every forked process would look through a million objects for garbage, and copy the memory they lie in.
+Otherwise every forked process would look through a million objects for garbage, and copy their memory.
 """
 
 import gc
