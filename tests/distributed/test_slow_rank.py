@@ -16,7 +16,7 @@ pytestmark = pytest.mark.ranks(waits=True)
 
 SLEEP_S = 25.0  # longer than a busy machine takes for a step
 STEP = 3  # in which a rank is slow, as the log counts
-OWN = own_policy(
+OWN_POLICY = own_policy(
     f"""\
         self.layer = torch.nn.Linear(2, 2)
     def begin_step(self, step):
@@ -59,7 +59,7 @@ SLOW = {  # what takes long, on which rank
 
 
 def test_the_slow_rank_is_named(lowdim, tmp_path):
-    (tmp_path / "own.py").write_text(OWN)
+    (tmp_path / "own.py").write_text(OWN_POLICY)
     policy = [f"--policy.type={tmp_path / 'own.py'}:Own", "--policy.device=cpu"]
     started = {}
     for part, (rank, slow) in SLOW.items():  # side by side: what they do is wait
