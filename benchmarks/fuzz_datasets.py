@@ -16,11 +16,11 @@ from typing import Any
 import numpy as np
 
 from fuzzing import Make, fuzz
-from support import foreign_datasets, legacy, written
+from support import foreign_datasets, legacy, small_datasets
 
 
 def prepare(folder: Path) -> tuple[Make, Mapping[str, Callable[[Path], Any]]]:
-    bases = [written.write(folder / "v3", still=True), legacy.to_v2(folder / "v3", folder / "v21")]
+    bases = [small_datasets.write(folder / "v3", still=True), legacy.to_v2(folder / "v3", folder / "v21")]
 
     def make(root: Path, number: int, rng: np.random.Generator, canary: Path) -> str:
         foreign_datasets.linked(bases[number % len(bases)], root)

@@ -62,7 +62,7 @@ class Case(NamedTuple):
 
 
 TWO, SMALL = Robot(cameras=2), Robot(cameras=2, height=224, width=224)
-WHOLE = {"train_expert_only": False, "freeze_vision_encoder": False}
+FULL_TUNING = {"train_expert_only": False, "freeze_vision_encoder": False}
 LOWER = {"dtype": "bfloat16"}
 CASES = [
     Case("act", 8, TWO),
@@ -73,8 +73,8 @@ CASES = [
     Case("multi_task_dit", 8, TWO),
     Case("tdmpc", 256, Robot(cameras=1, height=84, width=84)),
     Case("smolvla", 8, TWO, "expert only"),
-    Case("smolvla", 8, TWO, "full", WHOLE),
-    Case("smolvla", 32, TWO, "full", WHOLE),
+    Case("smolvla", 8, TWO, "full", FULL_TUNING),
+    Case("smolvla", 32, TWO, "full", FULL_TUNING),
     Case("pi0", 8, SMALL, "full, checkpointing", LOWER | {"gradient_checkpointing": True}),
     Case("pi0", 32, SMALL, "full, checkpointing", LOWER | {"gradient_checkpointing": True}),
     Case("pi0", 32, SMALL, "full", LOWER),

@@ -51,8 +51,8 @@ def strip(path: Path, seed: int, size: int) -> None:
     frames, phases = episode(seed, size)
     grasp = phases.index("carry")
     last = len(frames) - 1
-    chosen = [0, grasp // 2, grasp, (grasp + last) // 2, last - 1, last]
-    path.write_bytes(encode_png(np.concatenate([frames[i] for i in chosen], axis=1)))
+    moments = [0, grasp // 2, grasp, (grasp + last) // 2, last - 1, last]
+    path.write_bytes(encode_png(np.concatenate([frames[i] for i in moments], axis=1)))
 
 
 def write_gif(path: Path, frames: Sequence[np.ndarray]) -> None:

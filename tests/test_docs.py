@@ -134,9 +134,9 @@ def test_readme_does_what_it_says(followed_readme):
     saved = sorted(folder.name for folder in (run / "checkpoints").iterdir())
     assert saved == ["000002", "000003", "last"]
     assert len(list((followed_readme / "videos").glob("*.mp4"))) == 2
-    drawn = next(block for block in blocks(README, "text") if block.startswith("runs/place/"))
+    tree = next(block for block in blocks(README, "text") if block.startswith("runs/place/"))
     for file in ("config.yaml", "metrics.jsonl", "pretrained_model", "training_state", "last"):
-        assert file in drawn and any(run.rglob(file)), file
+        assert file in tree and any(run.rglob(file)), file
 
 
 def _link(source: str, target: str) -> None:
@@ -159,8 +159,8 @@ def test_commands_work(page, followed_readme, path, tmp_path):
 @pytest.mark.ranks(waits=True)
 def test_checkpoint_holds_the_files_named(followed_readme):
     named = re.findall(r"[\w]+\.(?:json|safetensors)", blocks(ROOT / "docs/checkpoints.md", "text")[0])
-    there = {p.name for p in (followed_readme / "runs/place/checkpoints/last").rglob("*") if p.is_file()}
-    assert there == {*named} - {
+    files = {p.name for p in (followed_readme / "runs/place/checkpoints/last").rglob("*") if p.is_file()}
+    assert files == {*named} - {
         "raw_model.safetensors",
         "ema_state.safetensors",
         "rng_state_ranks.safetensors",
@@ -236,10 +236,10 @@ def test_links_lead_somewhere(page):
         if "://" in target:
             continue
         file, _, heading = target.partition("#")
-        there = (page.parent / file) if file else page
-        assert there.exists(), f"{name_of(page)}: {target}"
+        file_linked = (page.parent / file) if file else page
+        assert file_linked.exists(), f"{name_of(page)}: {target}"
         if heading:
-            headings = re.findall(r"^#+ (.*)$", there.read_text(), re.MULTILINE)
+            headings = re.findall(r"^#+ (.*)$", file_linked.read_text(), re.MULTILINE)
             anchors = [re.sub(r"[^\w\- ]", "", text.lower()).replace(" ", "-") for text in headings]
             assert heading in anchors, f"{name_of(page)}: {target}"
 
@@ -317,13 +317,16 @@ def test_serve_page_names_every_flag_and_option():
     assert named >= {field.name for field in fields(RequestOptions)}
 
 
-@pytest.mark.parametrize("what", ["step", "policy", "serve"])
-def test_bench_page_names_every_flag(what, capsys):
+@pytest.mark.parametrize("benchmark", ["step", "policy", "serve"])
+def test_bench_page_names_every_flag(benchmark, capsys):
     with pytest.raises(SystemExit):
-        cli.main(["bench", what, "--help"])
+        cli.main(["bench", benchmark, "--help"])
     flags = set(re.findall(r"^  (--[a-z-]+)", capsys.readouterr().out, re.MULTILINE))
     section = (
-        (ROOT / "docs/bench.md").read_text().partition(f"\n## flexor bench {what}\n")[2].partition("\n## ")[0]
+        (ROOT / "docs/bench.md")
+        .read_text()
+        .partition(f"\n## flexor bench {benchmark}\n")[2]
+        .partition("\n## ")[0]
     )
     rows = re.findall(r"^\| (`--.*?`) \|", section, re.MULTILINE)
     assert {flag.strip("`") for row in rows for flag in row.split(", ")} == flags

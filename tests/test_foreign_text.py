@@ -37,13 +37,13 @@ def is_harmless(text: str) -> bool:
 
 
 def test_one_place_prints():
-    found = set()
+    printing = set()
     for root in ("src", "client/src"):
         for path in (ROOT / root).rglob("*.py"):
             calls = [node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Call)]
             if any(isinstance(call.func, ast.Name) and call.func.id == "print" for call in calls):
-                found.add(path.relative_to(ROOT).as_posix())
-    assert found == PRINT.keys()
+                printing.add(path.relative_to(ROOT).as_posix())
+    assert printing == PRINT.keys()
 
 
 def test_what_is_printed(capsys):

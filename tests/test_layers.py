@@ -163,12 +163,12 @@ def test_no_file_imports_itself_in_a_circle():
 
 
 def test_two_classes_never_share_a_name():
-    found: dict[str, list[str]] = {}
+    places: dict[str, list[str]] = {}
     for name, file in MODULES.items():
         for node in parsed(file).body:
             if isinstance(node, ast.ClassDef):
-                found.setdefault(node.name, []).append(name)
-    assert {name: where for name, where in found.items() if len(where) > 1 and name[0] != "_"} == {}
+                places.setdefault(node.name, []).append(name)
+    assert {name: where for name, where in places.items() if len(where) > 1 and name[0] != "_"} == {}
 
 
 def test_two_test_files_never_share_a_name():

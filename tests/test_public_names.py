@@ -35,5 +35,5 @@ def test_the_example_runs(lowdim, tiny_act, tmp_path, monkeypatch, capsys):
 
 
 def test_train_can_be_called_also_after_its_folder_was_imported(monkeypatch):
-    monkeypatch.setattr(loop, "train", lambda *given: given)
+    monkeypatch.setattr(loop, "train", lambda *arguments: arguments)
     assert flexor.train(1, "no") == (1, "no")

@@ -38,7 +38,7 @@ SMALL = [
 JOB = [*SMALL, "--policy.n_action_steps=10", "--cameras=1x64x64", "--frames=1000", "--epochs=2"]
 
 
-ONE = "--gpus=1"  # for plans of which the comparison with more GPUs is not looked at
+ONE_GPU = "--gpus=1"  # for plans of which the comparison with more GPUs is not looked at
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -67,7 +67,7 @@ def plan(*arguments: str) -> tuple[int, dict]:
 
 def test_the_answer_comes_first(capsys):
     images = ["--policy.vision_backbone=resnet18", "--batch_size=64"]
-    assert cli.main(["plan", *JOB, *images, "--gpu=4090", ONE]) == 0
+    assert cli.main(["plan", *JOB, *images, "--gpu=4090", ONE_GPU]) == 0
     out = capsys.readouterr().out
     assert re.match(r"act fits on an RTX 4090: \d\.\d\d of 25\.39 GB at peak\.\nA step takes ", out)
     for part in (
@@ -85,12 +85,12 @@ def test_the_answer_comes_first(capsys):
 
 def test_a_run_with_a_graph_is_not_bound_by_the_host(capsys):
     _, graph = plan("--gpu=4090")
-    _, eager = plan("--gpu=4090", "--step=eager", ONE)
+    _, eager = plan("--gpu=4090", "--step=eager", ONE_GPU)
     assert (graph["time"]["graph"], graph["time"]["bound"]) == (True, "gpu")
     assert (eager["time"]["graph"], eager["time"]["bound"]) == (False, "host")
     assert graph["time"]["step_s"] == pytest.approx(eager["time"]["at_best_s"])
     notes = []
-    for more in ([], ["--step=eager", ONE], ["--step=eager", ONE, "--activation_checkpointing=true"]):
+    for more in ([], ["--step=eager", ONE_GPU], ["--step=eager", ONE_GPU, "--activation_checkpointing=true"]):
         cli.main(["plan", *JOB, "--gpu=4090", *more])
         notes.append(capsys.readouterr().out)
     assert "Steps are replayed as a CUDA graph" in notes[0] and "--step=auto" not in notes[0]
@@ -99,19 +99,19 @@ def test_a_run_with_a_graph_is_not_bound_by_the_host(capsys):
 
 
 def test_the_precision_is_that_of_the_gpu(capsys):
-    for gpu, precision in ((["--gpu=4090"], "bf16"), (["--gpu=T4", ONE], "float32")):
+    for gpu, precision in ((["--gpu=4090"], "bf16"), (["--gpu=T4", ONE_GPU], "float32")):
         cli.main(["plan", *JOB, *gpu])
         assert f"Batch size 8 in {precision}" in capsys.readouterr().out
-    _, expected = plan("--gpu=4090", "--precision=no", ONE)
+    _, expected = plan("--gpu=4090", "--precision=no", ONE_GPU)
     _, auto = plan("--gpu=4090")
     assert auto["memory"]["activations_bytes"] < expected["memory"]["activations_bytes"]
 
 
 def test_compiled_blocks_have_bounds(capsys):
-    code, result = plan("--gpu=4090", "--compile=true", ONE)
+    code, result = plan("--gpu=4090", "--compile=true", ONE_GPU)
     times = result["time"]
     assert code == 0 and 0 < times["compiled_at_best_s"] < times["at_best_s"] <= times["step_s"]
-    cli.main(["plan", *JOB, "--gpu=4090", "--compile=true", ONE])
+    cli.main(["plan", *JOB, "--gpu=4090", "--compile=true", ONE_GPU])
     assert "Compiled blocks" in capsys.readouterr().out
 
 
@@ -130,12 +130,12 @@ def test_where_a_policy_of_ones_own_waits_is_said(capsys, tmp_path: Path):
         "            raise ValueError\n"
         "        return found\n"
     )
-    assert cli.main(["plan", *JOB, f"--policy.type={file}:Own", "--gpu=4090", ONE]) == 0
+    assert cli.main(["plan", *JOB, f"--policy.type={file}:Own", "--gpu=4090", ONE_GPU]) == 0
     assert (
         "makes the host wait for the GPU: bool in own.py, line 9. Host and GPU then"
         in capsys.readouterr().out
     )
-    assert plan(f"--policy.type={file}:Own", "--gpu=4090", ONE)[1]["time"]["waits"] == [
+    assert plan(f"--policy.type={file}:Own", "--gpu=4090", ONE_GPU)[1]["time"]["waits"] == [
         "bool in own.py, line 9"
     ]
     assert plan("--gpu=4090")[1]["time"]["waits"] == []
@@ -165,7 +165,7 @@ def test_what_does_not_fit_ends_with_1_and_says_what_to_change(capsys, tmp_path)
         '[gpus."Small"]\nmemory_gib = 0.6\nbandwidth_gb_s = 100\ntflops = { fp32 = 5, bf16 = 10 }\ntdp_w = 50\n'
         'capability = "8.6"\n'
     )
-    code, result = plan(f"--gpus-file={file}", "--gpu=small", "--batch_size=512", ONE)
+    code, result = plan(f"--gpus-file={file}", "--gpu=small", "--batch_size=512", ONE_GPU)
     assert code == 1 and not result["fits"]
     assert result["remedy"] and result["changes"][0]["saves_bytes"] > 0
 

@@ -13,8 +13,8 @@ def chunk(first: float, length: int = 8) -> np.ndarray:
 
 
 def executed(timeline: Timeline, count: int) -> list:
-    found = [timeline.next() for _ in range(count)]
-    return [None if action is None else float(action[0]) for action in found]
+    actions = [timeline.next() for _ in range(count)]
+    return [None if action is None else float(action[0]) for action in actions]
 
 
 def test_actions_that_are_over_are_left_out():

@@ -26,13 +26,13 @@ class CountingPolicy:
 
     def __init__(self, metadata=FLEXOR, length=8):
         self.metadata, self.length = metadata, length
-        self.asked, self.episodes = [], []
+        self.requests, self.episodes = [], []
 
     def reset(self, episode=None):
         self.episodes.append(episode)
 
     def chunk(self, observation, task="", **options):
-        self.asked.append({"observation": observation, "task": task, **options})
+        self.requests.append({"observation": observation, "task": task, **options})
         last = observation["at"][-1] if isinstance(observation["at"], list) else observation["at"]
         return (last[0] + np.arange(self.length, dtype=np.float32))[:, None]
 
@@ -88,7 +88,7 @@ def test_what_will_be_executed_meanwhile_is_sent():
     world, policy = World(0.2), CountingPolicy()
     player = player_in(world, policy, margin=1)
     play(player, world, 10)
-    first, second, third = policy.asked[:3]
+    first, second, third = policy.requests[:3]
     assert "previous" not in first and first["step"] == 0 and first["task"] == "fold"
     # Six are to be executed, the answer takes two steps, one step is the margin: asked after three actions.
     assert second["observation"]["at"].tolist() == [3] and second["step"] == 5
@@ -102,7 +102,7 @@ def test_other_servers_get_nothing_they_do_not_know_and_the_client_blends():
     world, policy = World(0.2), CountingPolicy(metadata={})
     player = player_in(world, policy, execute=4)
     assert play(player, world, 30)[2:] == pytest.approx(list(range(28)))
-    assert len(policy.asked) > 4 and all("previous" not in each for each in policy.asked)
+    assert len(policy.requests) > 4 and all("previous" not in each for each in policy.requests)
     assert player.timeline.blend == 3
 
 
@@ -110,7 +110,7 @@ def test_a_policy_with_a_history_gets_the_steps_it_was_trained_on():
     world = World(0.2)
     policy = CountingPolicy({**FLEXOR, "observation_steps": [-2, 0]})
     play(player_in(world, policy), world, 7)
-    sent = [[float(value[0]) for value in each["observation"]["at"]] for each in policy.asked]
+    sent = [[float(value[0]) for value in each["observation"]["at"]] for each in policy.requests]
     assert sent[:2] == [[0, 0], [1, 3]]
 
 
@@ -172,9 +172,9 @@ def test_a_server_that_does_not_answer_is_lost(when_lost):
     assert executed < 15 if when_lost == "hold" else executed == 28
     # The late answer is for a world of four seconds ago: it is not executed, but asked for again.
     world.latency_s = 0.1
-    asked = len(policy.asked)
+    count_before = len(policy.requests)
     play(player, world, 12, first=500)
-    assert not player.lost and len(policy.asked) > asked
+    assert not player.lost and len(policy.requests) > count_before
     assert play(player, world, 2, first=510)[0] >= 500
 
 
@@ -268,17 +268,17 @@ def test_one_that_waits_asks_when_all_is_executed():
     world, policy = World(0.0), CountingPolicy()
     player = ChunkPlayer(policy)
     assert play(player, world, 13) == list(range(13))
-    assert [each["step"] for each in policy.asked] == [0, 6, 12]
+    assert [each["step"] for each in policy.requests] == [0, 6, 12]
     player = ChunkPlayer(policy, execute=1)
-    policy.asked.clear()
+    policy.requests.clear()
     play(player, world, 5)
-    assert len(policy.asked) == 5
+    assert len(policy.requests) == 5
 
 
 def test_one_that_waits_sends_every_step_to_a_server_that_wants_it():
     policy = CountingPolicy({"action_steps": 6, "reply": "action", "observation_steps": [-1, 0]}, length=1)
     assert play(ChunkPlayer(policy), World(0), 4) == [0, 1, 2, 3]
-    assert [each["observation"]["at"].tolist() for each in policy.asked] == [[0], [1], [2], [3]]
+    assert [each["observation"]["at"].tolist() for each in policy.requests] == [[0], [1], [2], [3]]
     with pytest.raises(ClientError, match="temporal ensembling"):
         RealTimePlayer(policy, FPS)
 

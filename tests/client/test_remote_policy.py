@@ -43,7 +43,10 @@ def test_chunks_come_back_and_nothing_is_added(server):
         assert policy.metadata["actions"] == [4, 2]
         np.testing.assert_array_equal(policy.chunk(STATE)[:, 0], [1, 2, 3, 4])
         policy.infer({**STATE, "prompt": "fold"})
-    assert [sorted(each) for each in server.seen] == [["observation.state"], ["observation.state", "prompt"]]
+    assert [sorted(each) for each in server.received] == [
+        ["observation.state"],
+        ["observation.state", "prompt"],
+    ]
     assert server.connections == 1
 
 
@@ -55,7 +58,7 @@ def test_options_and_episodes_are_sent(server):
         policy.chunk(STATE, "fold", step=8, previous=previous, delay=2)
         policy.reset()
         policy.chunk(STATE)
-    first, second, third = (each["flexor"] for each in server.seen)
+    first, second, third = (each["flexor"] for each in server.received)
     assert first == {"reset": True, "episode": 5, "step": 0}
     np.testing.assert_array_equal(second.pop("previous"), previous)
     assert second == {"episode": 5, "step": 8, "delay": 2}
@@ -64,17 +67,17 @@ def test_options_and_episodes_are_sent(server):
 
 def test_images_are_sent_as_jpeg_on_request(server):
     ramp = np.broadcast_to(np.arange(64, dtype=np.uint8)[:, None, None] * 3, (64, 48, 3))
-    seen = {
+    observation = {
         **STATE,
         "top": ramp,
         "images": {"wrist": ramp.transpose(2, 0, 1)},
         "past": np.stack([ramp, ramp]),
     }
     with remote(server, jpeg=90) as policy:
-        policy.chunk(seen)
+        policy.chunk(observation)
     with remote(server) as policy:
-        policy.chunk(seen)
-    small, raw = server.seen
+        policy.chunk(observation)
+    small, raw = server.received
     for sent in (small["top"], small["images"]["wrist"], *small["past"]):
         assert is_jpeg(sent)
         assert np.abs(open_jpeg(sent).decode().astype(int) - ramp).mean() < 2
@@ -87,13 +90,13 @@ def test_errors_of_the_server_are_told(server):
     with remote(server, reconnect_s=30) as policy, pytest.raises(RefusedError, match="image is missing"):
         policy.chunk(STATE)
     server.answer = echo
-    assert len(server.seen) == 1  # what the server can't use is not sent again
+    assert len(server.received) == 1  # what the server can't use is not sent again
     with remote(server) as policy:
         policy.chunk(STATE)
 
 
 @pytest.mark.parametrize(
-    "said, message",
+    "reply, message",
     [
         (b"\xc1", "does not speak"),
         (b"\x93\x01\x02\x03", "instead of a map"),
@@ -105,8 +108,8 @@ def test_errors_of_the_server_are_told(server):
         (b"\xc4" * 10, "does not speak"),
     ],
 )
-def test_nonsense_is_refused(server, said, message):
-    server.answer = lambda _: said
+def test_nonsense_is_refused(server, reply, message):
+    server.answer = lambda _: reply
     with remote(server) as policy, pytest.raises(RefusedError, match=message):
         policy.chunk(STATE)
 
@@ -231,19 +234,22 @@ def test_a_server_that_comes_back_is_found(server, caplog):
         server.stop()
         np.testing.assert_array_equal(policy.chunk(STATE)[:, 0], [1, 2, 3, 4])
     assert pauses[:3] == [0.1, 0.2, 0.4]
-    assert server.seen[-1]["flexor"]["episode"] == 3
+    assert server.received[-1]["flexor"]["episode"] == 3
     assert "Trying again" in caplog.text
 
 
 def test_a_server_that_stays_away_is_lost():
     now = [0.0]
-    with FakePolicyServer() as server:
-        url = server.url
+    server = FakePolicyServer()  # it is not started: nobody listens
     policy = RemotePolicy(
-        url, reconnect_s=10, clock=lambda: now[0], sleep=lambda seconds: now.__setitem__(0, now[0] + seconds)
+        server.url,
+        reconnect_s=10,
+        clock=lambda: now[0],
+        sleep=lambda seconds: now.__setitem__(0, now[0] + seconds),
     )
     with pytest.raises(ServerLostError, match="can't be reached"):
         policy.chunk(STATE)
+    server.port.release()
     assert 8 < now[0] <= 10
 
 
@@ -361,7 +367,7 @@ def test_tls_with_the_servers_own_certificate(tmp_path):
     tls.load_cert_chain(certificate, key)
     with FakePolicyServer().start(tls) as server:
         url = server.url.replace("ws://", "wss://")
-        with RemotePolicy(url, certificate=certificate) as policy:
+        with RemotePolicy(url, certificate=certificate, timeout_s=LIMIT_S) as policy:
             assert policy.chunk(STATE).shape == (4, 2)
         with pytest.raises(RefusedError, match="certificate is not trusted"):
-            RemotePolicy(url, reconnect_s=60).chunk(STATE)
+            RemotePolicy(url, reconnect_s=60, timeout_s=LIMIT_S).chunk(STATE)

@@ -35,13 +35,13 @@ class Script:
 
     def __init__(self, actions, limits=None, seconds=0.0, arm=None):
         self.actions, self.limits, self.seconds, self.arm = list(actions), limits, seconds, arm
-        self.seen, self.position = [], None
+        self.calls, self.position = [], None
 
     def reset(self, episode=0, position=None):
         self.episode, self.position = episode, position
 
     def act(self, observation, task=""):
-        self.seen.append((observation, task))
+        self.calls.append((observation, task))
         if self.arm is not None:
             self.arm.now += self.seconds
         value = self.actions.pop(0)
@@ -56,18 +56,18 @@ def run(arm, player, **settings) -> DriveReport:
 
 
 def test_names_go_both_ways_at_the_right_rate():
-    arm, player, kept = Arm(), Script([1, 2, 300]), []
-    report = run(arm, player, steps=3, task="fold", episode=4, on_step=lambda *step: kept.append(step))
+    arm, player, steps = Arm(), Script([1, 2, 300]), []
+    report = run(arm, player, steps=3, task="fold", episode=4, on_step=lambda *step: steps.append(step))
     assert report == DriveReport(steps=3, idle_steps=0, late=0)
     assert [when for when, _ in arm.sent] == [0.0, 0.1, 0.2]
     assert arm.sent[1][1] == {"shoulder.pos": 2.0, "gripper.pos": 2.0}
-    observation, task = player.seen[0]
+    observation, task = player.calls[0]
     assert task == "fold" and player.episode == 4
     np.testing.assert_array_equal(observation["observation.state"], np.array([10, 50], np.float32))
     assert observation["observation.images.top"].shape == (4, 6, 3)
     np.testing.assert_array_equal(player.position, [10, 50])
-    assert kept[0][0] is observation
-    assert kept[2][1].tolist() == [100, 100]  # what the robot did, not what it was told
+    assert steps[0][0] is observation
+    assert steps[2][1].tolist() == [100, 100]  # what the robot did, not what it was told
 
 
 def test_time_spent_is_part_of_the_period_and_is_not_made_up_for():
@@ -86,7 +86,7 @@ def test_to_hold_sends_nothing_or_what_it_was_told():
     assert report.idle_steps == report.held == 2
     assert [when for when, _ in arm.sent] == [0.0, pytest.approx(0.3)]
     arm = Arm()
-    run(arm, Script([None, 1]), steps=2, when_held=lambda seen: {**arm.joints, "gripper.pos": 0})
+    run(arm, Script([None, 1]), steps=2, when_held=lambda observation: {**arm.joints, "gripper.pos": 0})
     assert arm.sent[0][1] == {"shoulder.pos": 10.0, "gripper.pos": 0}
 
 

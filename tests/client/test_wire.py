@@ -50,14 +50,16 @@ MESSAGES = st.recursive(
 )
 
 
-def same(one: object, other: object) -> bool:
-    if isinstance(one, np.ndarray) and isinstance(other, np.ndarray):
-        return one.dtype == other.dtype and one.shape == other.shape and one.tobytes() == other.tobytes()
-    if isinstance(one, dict) and isinstance(other, dict):
-        return one.keys() == other.keys() and all(same(one[key], other[key]) for key in one)
-    if isinstance(one, list) and isinstance(other, list):
-        return len(one) == len(other) and all(map(same, one, other))
-    return type(one) is type(other) and (one == other or one != one)
+def same(value: object, other: object) -> bool:
+    if isinstance(value, np.ndarray) and isinstance(other, np.ndarray):
+        return (
+            value.dtype == other.dtype and value.shape == other.shape and value.tobytes() == other.tobytes()
+        )
+    if isinstance(value, dict) and isinstance(other, dict):
+        return value.keys() == other.keys() and all(same(value[key], other[key]) for key in value)
+    if isinstance(value, list) and isinstance(other, list):
+        return len(value) == len(other) and all(map(same, value, other))
+    return type(value) is type(other) and (value == other or value != value)
 
 
 @given(MESSAGES)
@@ -185,7 +187,7 @@ def test_both_packages_have_the_same_version():
         for name in ("pyproject.toml", "client/pyproject.toml")
     )
     assert ours["version"] == robots["version"] == flexor.__version__ == flexor_client.__version__
-    names = [{re.match(r"[\w-]+", each)[0] for each in one["dependencies"]} for one in (robots, ours)]
+    names = [{re.match(r"[\w-]+", each)[0] for each in project["dependencies"]} for project in (robots, ours)]
     assert names[0] <= names[1]  # Flexor contains the robots' package
 
 

@@ -462,23 +462,23 @@ def test_lerobots_sample_weighting():
 
 
 AUGMENTED = "dataset.image_transforms"
-ONE = {"type": "ColorJitter", "weight": 2.0, "kwargs": {"hue": [-0.1, 0.1]}}
+JITTER = {"type": "ColorJitter", "weight": 2.0, "kwargs": {"hue": [-0.1, 0.1]}}
 
 
 @pytest.mark.parametrize(
     "flags",
     [
-        [f"--{AUGMENTED}.enable=true", f"--{AUGMENTED}.tfs={json.dumps({'one': ONE})}"],
+        [f"--{AUGMENTED}.enable=true", f"--{AUGMENTED}.tfs={json.dumps({'one': JITTER})}"],
         [f"--{AUGMENTED}.enable=true", "--dataset.image_transforms.tfs={one: {type: ColorJitter, weight: 2,"
          " kwargs: {hue: [-0.1, 0.1]}}}"],
-        [f"--{AUGMENTED}={json.dumps({'enable': True, 'tfs': {'one': ONE}})}"],
+        [f"--{AUGMENTED}={json.dumps({'enable': True, 'tfs': {'one': JITTER}})}"],
     ],
     ids=["JSON", "YAML", "all of it"],
 )  # fmt: skip
 def test_lerobots_forms_of_image_transforms(flags):
     settings_read = load_config([DATA, *flags]).dataset.image_transforms
     assert settings_read.enable and settings_read.max_num_transforms == 3 and not settings_read.random_order
-    assert to_plain(settings_read.tfs) == {"one": ONE}
+    assert to_plain(settings_read.tfs) == {"one": JITTER}
 
 
 def test_parts_of_the_default_image_transforms_can_change():
@@ -498,12 +498,12 @@ def test_parts_of_the_default_image_transforms_can_change():
 
 def test_image_transforms_of_a_file_can_change(tmp_path):
     file = tmp_path / "train_config.json"
-    settings = {"enable": True, "max_num_transforms": 2, "random_order": True, "tfs": {"one": ONE}}
+    settings = {"enable": True, "max_num_transforms": 2, "random_order": True, "tfs": {"one": JITTER}}
     file.write_text(json.dumps({"dataset": {"root": "x", "image_transforms": settings}}))
     settings_read = load_config(
         [f"--config={file}", f"--{AUGMENTED}.tfs.one.weight=3", f"--{AUGMENTED}.random_order=false"]
     )
-    tfs = {"one": {**ONE, "weight": 3.0}}
+    tfs = {"one": {**JITTER, "weight": 3.0}}
     assert to_plain(settings_read.dataset.image_transforms) == {**settings, "random_order": False, "tfs": tfs}
 
 

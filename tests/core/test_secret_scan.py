@@ -29,7 +29,10 @@ TOKENS = {
     "a password in a URL": "https://ann:secret@example.com",
     "a private key": f"-----BEGIN OPENSSH PRIVATE KEY-----\n{'aB3/+' * 14}\n",
 }
-OWN = {"correct horse battery": "password", "0123456789abcdef0123456789abcdef01234567": "$WANDB_API_KEY"}
+OWN_SECRETS = {
+    "correct horse battery": "password",
+    "0123456789abcdef0123456789abcdef01234567": "$WANDB_API_KEY",
+}
 
 
 def noise(count: int, seed: int = 0) -> bytes:
@@ -43,9 +46,11 @@ def test_every_form_is_found(label, token, around):
     assert find_secret(content, {}) == label
 
 
-@pytest.mark.parametrize("secret", OWN)
+@pytest.mark.parametrize("secret", OWN_SECRETS)
 def test_the_users_own_are_found_whatever_they_look_like(secret):
-    assert find_secret(noise(3000) + secret.encode() + noise(3000), OWN) == f"your {OWN[secret]}"
+    assert (
+        find_secret(noise(3000) + secret.encode() + noise(3000), OWN_SECRETS) == f"your {OWN_SECRETS[secret]}"
+    )
 
 
 @given(st.integers(0, 3 * 4096), st.integers(0, 9))
@@ -59,7 +64,7 @@ def test_at_any_place_of_a_large_file(tmp_path_factory, at, seed):
     with pytest.MonkeyPatch.context() as monkeypatch:
         monkeypatch.setattr(secret_scan, "BLOCK", 4096)
         monkeypatch.setattr(secret_scan, "OVERLAP", 256)
-        assert find_secret(file, OWN) == "a Hugging Face token"
+        assert find_secret(file, OWN_SECRETS) == "a Hugging Face token"
 
 
 def test_nothing_is_taken_for_a_secret_that_is_none():
@@ -68,7 +73,7 @@ def test_nothing_is_taken_for_a_secret_that_is_none():
     )
     lines = b"".join(b'{"sha256": "%064x", "commit": "%040x"}\n' % (n, n) for n in range(300))
     for content in (words * 100, lines, noise(4 << 20), bytes(1 << 20), b"A" * (1 << 20)):
-        assert find_secret(content, OWN) is None
+        assert find_secret(content, OWN_SECRETS) is None
 
 
 def test_memory_does_not_grow_with_the_file(tmp_path):
@@ -78,7 +83,7 @@ def test_memory_does_not_grow_with_the_file(tmp_path):
             opened.write(noise(BLOCK, seed))
         opened.write(TOKENS["an AWS access key"].encode())
     tracemalloc.start()
-    assert find_secret(file, OWN) == "an AWS access key"
+    assert find_secret(file, OWN_SECRETS) == "an AWS access key"
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
     assert peak < 8 * BLOCK

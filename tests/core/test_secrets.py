@@ -11,7 +11,7 @@ from flexor.core.log import log, log_file
 from flexor.core.secrets import own_secrets, redacted, redacted_values
 from flexor.pages.page import page
 
-KEPT = [
+HARMLESS = [
     "step 100  loss 0.1234  lr 1.00e-04",
     "s3://bucket/pens",
     "hf://datasets/ann/pens@main",
@@ -47,7 +47,7 @@ CUT = {
 }
 
 
-@pytest.mark.parametrize("text", KEPT)
+@pytest.mark.parametrize("text", HARMLESS)
 def test_what_is_no_secret_stays(text):
     assert redacted(text) == text
 

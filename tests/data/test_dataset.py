@@ -14,7 +14,7 @@ from flexor.data.dataset import open_dataset
 from flexor.data.format.metadata import Feature
 from support.legacy import to_v2
 from support.samples import FEATURES, LENGTHS, picture, write_sample
-from support.written import write
+from support.small_datasets import write
 
 TOP, WRIST = "observation.images.top", "observation.images.wrist"
 START = np.cumsum(LENGTHS) - LENGTHS

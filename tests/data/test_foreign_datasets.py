@@ -12,14 +12,14 @@ import pytest
 from flexor.cli.main import main
 from flexor.core.errors import DatasetError, FlexorError
 from flexor.data.dataset import open_dataset
-from support import foreign_datasets, legacy, written
+from support import foreign_datasets, legacy, small_datasets
 from support.damage import edit_json
 from support.mutations import Watch
 
 
 @pytest.fixture(scope="module")
 def good(tmp_path_factory) -> Path:
-    return written.write(tmp_path_factory.mktemp("foreign") / "v3", still=True)
+    return small_datasets.write(tmp_path_factory.mktemp("foreign") / "v3", still=True)
 
 
 @pytest.fixture(scope="module")
@@ -85,11 +85,11 @@ def test_no_camera_leads_out(camera, old, tmp_path, precious, capsys):
     shutil.copytree(old, theirs)
 
     def rename(info: dict) -> None:
-        info["features"][camera] = info["features"].pop(written.TOP)
+        info["features"][camera] = info["features"].pop(small_datasets.TOP)
         info["video_path"] = "videos/chunk-{episode_chunk:03d}/same/episode_{episode_index:06d}.mp4"
 
     edit_json(theirs / "meta/info.json", rename)
-    for path in (theirs / "videos").glob(f"chunk-*/{written.TOP}"):
+    for path in (theirs / "videos").glob(f"chunk-*/{small_datasets.TOP}"):
         path.rename(path.with_name("same"))
     before = sorted(tmp_path.rglob("*"))
     main(["data", "repair", str(theirs), str(tmp_path / "a/b/c/out")])
@@ -106,7 +106,7 @@ LINKED = [
     "meta/stats.json",
     "meta/episodes/chunk-000/file-000.parquet",
     "data/chunk-000/file-000.parquet",
-    f"videos/{written.TOP}/chunk-000/file-000.mp4",
+    f"videos/{small_datasets.TOP}/chunk-000/file-000.mp4",
     "meta/notes.txt",
 ]
 
@@ -220,7 +220,7 @@ def test_a_file_in_the_place_of_a_folder_of_the_cache(theirs, monkeypatch, capsy
     edit_json(theirs / "meta/info.json", lambda info: info.update(templates))
     address = served(theirs, monkeypatch)
     store = fsspec.filesystem("memory").store
-    for name in ("a", f"a/{written.TOP}", f"a/{written.SIDE}"):
+    for name in ("a", f"a/{small_datasets.TOP}", f"a/{small_datasets.SIDE}"):
         store[f"/theirs/{name}"] = store["/theirs/data/chunk-000/file-000.parquet"]
     assert main(["data", "info", address]) == 1
     assert "can't be copied to" in capsys.readouterr().err

@@ -7,7 +7,7 @@ from flexor.core.errors import DatasetError
 from flexor.data.dataset import open_dataset
 from flexor.data.format import stats
 from flexor.data.statistics import compute_stats
-from support.written import TOP, write
+from support.small_datasets import TOP, write
 
 WAVE = np.sin(np.arange(120, dtype=np.float64)).reshape(40, 3).astype(np.float32)
 

@@ -1,10 +1,12 @@
 """How a run of many processes fails: the others end too, and it is said who failed, where and why."""
 
 import functools
+import itertools
 import re
 import signal
 import socket
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -20,20 +22,62 @@ pytestmark = pytest.mark.ranks(waits=True)
 HOST = socket.gethostname()
 HUNG = 70
 KILLED = -signal.SIGKILL
-PATIENCE_S = 10
-PATIENCE = f"--parallel.timeout_s={PATIENCE_S}"  # a step takes less, also the first one on a busy machine
+PATIENCE_S = 45  # half of it without a word is silence: on a busy machine, a rank may get no core for long
+PATIENCE = f"--parallel.timeout_s={PATIENCE_S}"
 TOGETHER = {0: trouble.wait_for_all, 1: trouble.wait_for_all}
 DDP = ["--parallel.strategy=ddp"]
 FSDP = ["--parallel.strategy=fsdp"]
 
 
+def train(dataset: Path, run: Path, tiny_act: list[str], *more: str) -> list[str]:
+    return ["train", *runs.flags(dataset, run, tiny_act, "--steps=12", "--save_freq=4", *more)]
+
+
 @pytest.fixture
 def flags(lowdim, tiny_act, tmp_path):
-    def make(*more: str) -> list[str]:
-        more = ("--steps=12", "--save_freq=4", *more)
-        return ["train", *runs.flags(lowdim, tmp_path / "run", tiny_act, *more)]
+    return functools.partial(train, lowdim, tmp_path / "run", tiny_act)
 
-    return make
+
+LONG = [
+    "flexor.policies.act.policy:ACT.load_backbone",
+    "flexor.evaluate.play:play",
+    "flexor.train.checkpoint.folder:_write_manifest",
+    "flexor.monitor.trackers:JsonlTracker.close",  # as an upload of the last metrics would
+]
+
+
+def start_taking_long(tiny_act: list[str], folder: Path) -> list[ranks.Ranks]:
+    obs_type = "environment_state_agent_pos"  # small steps: patience is short
+    dataset = record_dataset(folder / "data", episodes=2, obs_type=obs_type)
+    more = ["--steps=3", "--batch_size=2", "--env.type=place", f"--env.kwargs={{obs_type: {obs_type}}}"]
+    more += ["--env_eval_freq=2", "--env.max_steps=4", "--eval.n_episodes=1"]
+    patience = 30.0  # here it counts from the start, and ranks do not start together
+    short, slow = (  # with many heartbeats in that time: a busy machine may hold up some of them
+        functools.partial(trouble.hurry, functools.partial(trouble.lose_patience, 1, patience, *sleep))
+        for sleep in ((), (LONG, patience + 1.0))
+    )
+    started = []
+    for strategy in (DDP, FSDP):
+        arguments = ["train", *runs.flags(dataset, folder / strategy[0] / "run", tiny_act, *strategy, *more)]
+        started.append(ranks.Ranks(folder / strategy[0] / "out", 2, arguments, then={0: slow, 1: short}))
+    return started
+
+
+@pytest.fixture(scope="module", autouse=True)
+def waiting(lowdim, tiny_act, tmp_path_factory) -> Iterator[dict[str, list[ranks.Ranks]]]:
+    """Runs that mostly wait, beside all other tests of this file."""
+    folder = tmp_path_factory.mktemp("waiting")
+    hang = functools.partial(trouble.at_call, trouble.READ, 7, functools.partial(time.sleep, FOREVER_S))
+    freeze = trouble.before_step(6, trouble.send(signal.SIGSTOP))
+    started: dict[str, list[ranks.Ranks]] = {}
+    for name, event in (("hang", hang), ("freeze", freeze)):
+        arguments = train(lowdim, folder / name / "run", tiny_act, PATIENCE)
+        hurried = {0: trouble.hurry, 1: functools.partial(trouble.hurry, event)}
+        started[name] = [ranks.Ranks(folder / name / "out", 2, arguments, then=hurried)]
+    started["take long"] = start_taking_long(tiny_act, folder / "take_long")
+    yield started
+    for run in itertools.chain.from_iterable(started.values()):
+        run.kill()
 
 
 def ended(folder: Path, arguments: list[str], *codes: int, then: dict[int, Any] | None = None) -> list[str]:
@@ -81,29 +125,6 @@ def test_the_others_end_when_rank_0_was_killed(flags, tmp_path):
     )
 
 
-def test_a_rank_that_hangs_while_reading_brings_the_run_down(flags, tmp_path):
-    hang = functools.partial(trouble.at_call, trouble.READ, 7, functools.partial(time.sleep, FOREVER_S))
-    output = ended(tmp_path, flags(PATIENCE), HUNG, HUNG, then={1: hang})
-    for text in output:
-        assert re.search(rf"rank 1 on {HOST} has made no progress for \d+ s: step 6, reading data", text), (
-            text
-        )
-    assert "Rank 0 waits for it" in output[1] and "trouble.py" in output[1] and "loader.py" in output[1]
-
-
-def test_a_rank_that_is_frozen_is_named_by_the_other(flags, tmp_path):
-    freeze = trouble.before_step(6, trouble.send(signal.SIGSTOP))
-    then = {0: trouble.hurry, 1: functools.partial(trouble.hurry, freeze)}
-    started = ranks.Ranks(tmp_path / "out", 2, flags(PATIENCE), then=then)
-    _, output = started.all[0].end()
-    started.kill()
-    assert started.all[0].returncode == HUNG
-    assert re.search(
-        rf"rank 1 on {HOST} has sent no heartbeat for \d+ s: dead or frozen, last seen at step \d", output
-    )
-    assert f"This is rank 0 on {HOST}, at step 6, computing" in output
-
-
 @pytest.mark.parametrize("strategy", [DDP, FSDP])
 def test_the_stack_of_a_rank_that_raises_is_said_and_the_others_end(strategy, flags, tmp_path):
     output = ended(tmp_path, flags(*strategy), HUNG, HUNG, then={1: trouble.before_step(6, trouble.fail)})
@@ -127,38 +148,6 @@ def test_a_rank_that_dies_while_the_run_gets_ready_is_named(flags, tmp_path):
 def test_a_mistake_that_all_ranks_notice_is_said_once(flags, tmp_path):
     output = ended(tmp_path, flags("--global_batch_size=3"), 2, 2, then=TOGETHER)
     assert trouble.words(output, "global_batch_size=3 can't be split evenly") == 1
-
-
-# What may take long
-
-LONG = [
-    "flexor.policies.act.policy:ACT.load_backbone",
-    "flexor.evaluate.play:play",
-    "flexor.train.checkpoint.folder:_write_manifest",
-    "flexor.monitor.trackers:JsonlTracker.close",  # as an upload of the last metrics would
-]
-
-
-@pytest.mark.slow
-def test_nothing_trips_while_rank_0_takes_long(tiny_act, tmp_path):
-    """Longer than ranks wait for each other in a step, and than is allowed without progress."""
-    feature = "environment_state_agent_pos"  # small steps: patience is short
-    dataset = record_dataset(tmp_path / "data", episodes=2, obs_type=feature)
-    more = ["--steps=3", "--batch_size=2", "--env.type=place", f"--env.kwargs={{obs_type: {feature}}}"]
-    more += ["--env_eval_freq=2", "--env.max_steps=4", "--eval.n_episodes=1"]
-    patience = 1.5 * PATIENCE_S  # here it counts from the start, and ranks do not start together
-    short, slow = (  # with many heartbeats in that time: a busy machine may hold up some of them
-        functools.partial(trouble.hurry, functools.partial(trouble.lose_patience, 1, patience, *sleep))
-        for sleep in ((), (LONG, patience + 1.0))
-    )
-    started = []
-    for strategy in (DDP, FSDP):  # side by side: what they do is wait
-        folder = tmp_path / strategy[0]
-        arguments = ["train", *runs.flags(dataset, folder / "run", tiny_act, *strategy, *more)]
-        started.append(ranks.Ranks(folder / "out", 2, arguments, then={0: slow, 1: short}))
-    for run in started:
-        assert run.end() == [0, 0], run.errors()
-        assert "no progress" not in run.errors() and "eval_success" in run.errors()
 
 
 # A full disk
@@ -214,3 +203,36 @@ def test_a_second_run_in_the_same_folder_is_refused_once(flags, tmp_path):
         assert [rank.poll() for rank in first.all] == [None, None]
     finally:
         first.kill()
+
+
+# Runs that mostly wait: see `waiting`
+
+
+def test_a_rank_that_hangs_while_reading_brings_the_run_down(waiting):
+    (run,) = waiting["hang"]
+    assert run.end() == [HUNG, HUNG], run.errors()
+    output = [error for _, error in run.output]
+    for text in output:
+        assert re.search(rf"rank 1 on {HOST} has made no progress for \d+ s: step 6, reading data", text), (
+            text
+        )
+    assert "Rank 0 waits for it" in output[1] and "trouble.py" in output[1] and "loader.py" in output[1]
+
+
+def test_a_rank_that_is_frozen_is_named_by_the_other(waiting):
+    (run,) = waiting["freeze"]
+    _, output = run.all[0].end()
+    run.kill()
+    assert run.all[0].returncode == HUNG
+    assert re.search(
+        rf"rank 1 on {HOST} has sent no heartbeat for \d+ s: dead or frozen, last seen at step \d", output
+    )
+    assert f"This is rank 0 on {HOST}, at step 6, computing" in output
+
+
+@pytest.mark.slow
+def test_nothing_trips_while_rank_0_takes_long(waiting):
+    """Longer than ranks wait for each other in a step, and than is allowed without progress."""
+    for run in waiting["take long"]:
+        assert run.end() == [0, 0], run.errors()
+        assert "no progress" not in run.errors() and "eval_success" in run.errors()

@@ -1,6 +1,7 @@
 """A rank that is slower than the others is named, whatever it is that takes long there."""
 
 import functools
+import os
 import time
 from collections.abc import Iterator
 from typing import Any
@@ -13,24 +14,28 @@ from support.own_policy import own_policy
 
 pytestmark = pytest.mark.ranks(waits=True)
 
-SLEEP_S = 5.0  # longer than a busy machine takes for a step
-FORWARD, BACKWARD, READ = 2, 3, 4  # steps (as the log counts them) in which a rank is slow, and how
-OWN = own_policy(
+SLEEP_S = 25.0  # longer than a busy machine takes for a step
+STEP = 3  # in which a rank is slow, as the log counts
+OWN_POLICY = own_policy(
     f"""\
         self.layer = torch.nn.Linear(2, 2)
     def begin_step(self, step):
         self.step = step + 1
     def loss(self, batch, noise):
         import os, time
-        slow = os.environ["RANK"] == "1"
-        if slow and self.step == {FORWARD}:
+        slow = os.environ.get("SLOW") if self.step == {STEP} else None
+        if slow == "forward":
             time.sleep({SLEEP_S})
         error = (self.layer(batch["observation.state"]) - batch["action"][:, 0]).square().mean(-1)
-        if slow and self.step == {BACKWARD}:
+        if slow == "backward":
             error.register_hook(lambda _: time.sleep({SLEEP_S}))
         return Loss(error, {{}})
 """
 )
+
+
+def compute_slowly(part: str) -> None:
+    os.environ["SLOW"] = part
 
 
 def read_late(step: int) -> None:
@@ -46,18 +51,29 @@ def read_late(step: int) -> None:
     Prefetcher.steps = late  # type: ignore[method-assign]
 
 
+SLOW = {  # what takes long, on which rank
+    "forward": (1, functools.partial(compute_slowly, "forward")),
+    "backward": (1, functools.partial(compute_slowly, "backward")),
+    "read": (0, functools.partial(read_late, STEP)),
+}
+
+
 def test_the_slow_rank_is_named(lowdim, tmp_path):
-    (tmp_path / "own.py").write_text(OWN)
-    settings = [f"--policy.type={tmp_path / 'own.py'}:Own", "--policy.device=cpu"]
-    flags = runs.flags(lowdim, tmp_path / "run", settings, "--steps=4", "--save_checkpoint=false")
-    late = {0: functools.partial(read_late, READ)}
-    started = ranks.Ranks(tmp_path / "out", 2, ["train", *flags], then=late)
-    assert started.end() == [0, 0], started.errors()
-    lines = {line["step"]: line for line in runs.metrics(tmp_path / "run")}
-    for step, rank in ((FORWARD, 1), (BACKWARD, 1), (READ, 0)):
-        slowest, most = lines[step]["slowest"], lines[step]["max_rank"]
-        assert slowest["rank"] == rank and slowest["own_s"] >= SLEEP_S > slowest["others_s"], step
+    (tmp_path / "own.py").write_text(OWN_POLICY)
+    policy = [f"--policy.type={tmp_path / 'own.py'}:Own", "--policy.device=cpu"]
+    started = {}
+    for part, (rank, slow) in SLOW.items():  # side by side: what they do is wait
+        run = tmp_path / part / "run"
+        flags = runs.flags(lowdim, run, policy, "--steps=4", "--save_checkpoint=false")
+        started[part] = ranks.Ranks(tmp_path / part / "out", 2, ["train", *flags], then={rank: slow})
+    for part, (rank, _) in SLOW.items():
+        assert started[part].end() == [0, 0], started[part].errors()
+        lines = runs.metrics(tmp_path / part / "run")
+        (line,) = [line for line in lines if line["step"] == STEP]
+        slowest, most = line["slowest"], line["max_rank"]
+        assert slowest["rank"] == rank and slowest["own_s"] >= SLEEP_S > slowest["others_s"], part
         assert most["communication"] == 1 - rank  # the other one waits for it
-    assert lines[FORWARD]["max_rank"]["forward"] == lines[BACKWARD]["max_rank"]["backward"] == 1
-    assert lines[FORWARD]["forward_s"] >= SLEEP_S and lines[BACKWARD]["backward_s"] >= SLEEP_S
-    assert lines[READ]["data_wait"] * lines[READ]["step_s"] >= SLEEP_S
+        if part == "read":
+            assert line["data_wait"] * line["step_s"] >= SLEEP_S
+        else:
+            assert most[part] == 1 and line[f"{part}_s"] >= SLEEP_S

@@ -32,8 +32,8 @@ class ExpertChunks:
         x, y, opening = map(float, observation["observation.state"])
         block_x, block_y, goal_x, goal_y = map(float, observation["observation.environment_state"])
         near = math.dist((x, y), (block_x, block_y)) <= GRASP_RADIUS
-        held = near and abs(x - block_x) < 1e-3 and opening <= RELEASE_OPENING
-        state = State((x, y), opening, (block_x, block_y), (goal_x, goal_y), held)
+        grasped = near and abs(x - block_x) < 1e-3 and opening <= RELEASE_OPENING
+        state = State((x, y), opening, (block_x, block_y), (goal_x, goal_y), grasped)
         chunk = []
         for _ in range(12):
             chunk.append(expert_action(state))
@@ -121,7 +121,7 @@ def test_the_robot_can_run_in_real_time_too(monkeypatch):
 
 def test_the_page_has_the_benchmarks_numbers():
     results = json.loads((ROOT / "benchmarks/results/latency_2026-11-17.json").read_text())
-    found = {(r["block_speed"], r["execute"], r["latency_s"], r["player"]): r for r in results}
+    results_by_case = {(r["block_speed"], r["execute"], r["latency_s"], r["player"]): r for r in results}
     columns = [(0.0, "waits"), (0.2, "waits"), (0.2, "real time"), (0.4, "waits"), (0.4, "real time")]
     rows = re.findall(
         r"^\| (lies|slides [\d.]+) \| (\d) \| (.*) \|$", (ROOT / "docs/robot.md").read_text(), re.M
@@ -129,5 +129,5 @@ def test_the_page_has_the_benchmarks_numbers():
     assert len(rows) == 9
     for block, execute, cells in rows:
         speed = float(block.partition(" ")[2] or 0)
-        cases = [found[speed, int(execute), *column] for column in columns]
+        cases = [results_by_case[speed, int(execute), *column] for column in columns]
         assert cells == " | ".join(f"{r['success_rate']:.0%}, {r['mean_seconds']:.1f} s" for r in cases)

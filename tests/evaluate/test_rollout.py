@@ -33,8 +33,10 @@ class QueueActor:
 
     def act(self, batch: dict[str, np.ndarray], task: list[str]) -> np.ndarray:
         if not self.queue:
-            seen = batch["observation.image"].reshape(len(task), -1).astype(np.int64)
-            column = (seen * np.arange(seen.shape[1])).sum(1) % 1000  # integers, so that no rounding differs
+            pixels = batch["observation.image"].reshape(len(task), -1).astype(np.int64)
+            column = (pixels * np.arange(pixels.shape[1])).sum(
+                1
+            ) % 1000  # integers, so that no rounding differs
             self.queue = [
                 np.stack([np.sin(column + k), np.cos(column * k), np.sin(k * column)], 1) for k in range(5)
             ]

@@ -2,8 +2,11 @@
 
 import json
 import signal
+from collections.abc import Callable
+from concurrent.futures import Future
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -11,6 +14,7 @@ import pytest
 from flexor.cli.main import main
 from flexor.core.errors import FlexorError
 from flexor.data.dataset import open_dataset
+from flexor.evaluate import robot_record
 from flexor.evaluate.envs import make_env, observation_to_batch
 from flexor.evaluate.robot_record import RobotSession, make_robot, record_robot
 from flexor.evaluate.rollout import PolicyActor, rollout
@@ -19,7 +23,9 @@ from flexor.policies.pretrained import load_pretrained
 from flexor.policies.session import Session
 from flexor.serve.predictor import Predictor
 from flexor.sim.record import EVAL_SEED_START
+from flexor_client import RealTimePlayer
 from support import runs, small_resnet
+from support.limits import LIMIT_S
 from support.serving import SIZE, numbers, serving
 from support.small_policies import small_flags
 
@@ -88,15 +94,15 @@ def test_from_the_command_line_against_a_server_process(act, tmp_path, capsys):
         server.send_signal(signal.SIGTERM)
         server.end()
     assert main(["data", "check", str(tmp_path / "data")]) == 0
-    kept = open_dataset(root=tmp_path / "data")
-    rows = kept.read(np.arange(18))
+    recorded = open_dataset(root=tmp_path / "data")
+    rows = recorded.read(np.arange(18))
     session, env = Session(load_pretrained(str(act)), 0, 41), place()
-    seen = observation_to_batch(env.reset(seed=41)[0])
+    observed = observation_to_batch(env.reset(seed=41)[0])
     for step in range(9):  # the second episode
-        np.testing.assert_array_equal(rows["observation.state"][9 + step], seen["observation.state"])
-        action = session.act(seen, env.unwrapped.task_description)
+        np.testing.assert_array_equal(rows["observation.state"][9 + step], observed["observation.state"])
+        action = session.act(observed, env.unwrapped.task_description)
         np.testing.assert_array_equal(rows["action"][9 + step], action)
-        seen = observation_to_batch(env.step(action)[0])
+        observed = observation_to_batch(env.step(action)[0])
     assert [*rows["next.done"].reshape(-1)] == [*[False] * 8, True] * 2
 
 
@@ -156,7 +162,17 @@ def make():
 """
 
 
-def test_a_robot_is_recorded(tmp_path, capsys):
+def answered_at_once(work: Callable[[], Any]) -> Future[Any]:
+    """In place of a thread: the robot has an action at every step, however busy the machine is."""
+    future: Future[Any] = Future()
+    future.set_result(work())
+    return future
+
+
+def test_a_robot_is_recorded(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(robot_record, "ROBOT_ANSWER_S", LIMIT_S)
+    player = partial(RealTimePlayer, start=answered_at_once, lost_after_s=LIMIT_S)
+    monkeypatch.setattr(robot_record, "RealTimePlayer", player)
     policy = numbers(image=(16, 16))
     (tmp_path / "arm.py").write_text(ARM)
     words = [
@@ -172,8 +188,8 @@ def test_a_robot_is_recorded(tmp_path, capsys):
     result = json.loads(capsys.readouterr().out)
     assert result["episodes"] == 2 and 20 <= result["frames"] <= 40
     assert main(["data", "check", str(tmp_path / "data")]) == 0
-    kept = open_dataset(root=tmp_path / "data")
-    rows = kept.read(np.arange(result["frames"]))
+    recorded = open_dataset(root=tmp_path / "data")
+    rows = recorded.read(np.arange(result["frames"]))
     done, state = rows["action"], rows["observation.state"]
     assert np.abs(done[0]).max() <= 0.5  # from 0, at most half a unit
     length = result["frames"] // 2

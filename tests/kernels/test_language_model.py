@@ -37,8 +37,8 @@ def plain(monkeypatch):
 def test_norm(shape, dtype, plain):
     x, weight = torch.randn(shape).to("cuda", dtype), torch.randn(shape[-1], device="cuda")
     for plus, out in ((0.0, torch.float32), (1.0, torch.bfloat16)):
-        given = x, weight, plus, 1e-6, out
-        assert far(rms_norm(*given), plain(rms_norm, *given)) < CLOSE[out]
+        arguments = x, weight, plus, 1e-6, out
+        assert far(rms_norm(*arguments), plain(rms_norm, *arguments)) < CLOSE[out]
 
 
 @pytest.mark.gpu
@@ -49,8 +49,8 @@ def test_rotation(shape, dtype, plain):
     x = torch.randn(shape).to("cuda", dtype)
     for batch in {1, shape[0]}:
         positions = torch.randint(0, 700, (batch, shape[1]), device="cuda")
-        given = x, *make_rope(positions, shape[-1])
-        assert far(rotate(*given), plain(rotate, *given)) < CLOSE[dtype]
+        arguments = x, *make_rope(positions, shape[-1])
+        assert far(rotate(*arguments), plain(rotate, *arguments)) < CLOSE[dtype]
 
 
 @pytest.mark.gpu

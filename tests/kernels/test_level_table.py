@@ -32,12 +32,12 @@ def before_the_policy(mode: str, shape: tuple[int, ...], device: str) -> Pipelin
 def test_the_same_bits_as_operation_by_operation(mode, shape, monkeypatch):
     images = torch.randint(0, 256, shape, dtype=torch.uint8).cuda()
     before = before_the_policy(mode, shape[-3:], "cuda")
-    found = before({CAMERA: images})[CAMERA]
+    processed = before({CAMERA: images})[CAMERA]
     again = before({CAMERA: images.mT.contiguous().mT})[CAMERA]  # in a layout that the kernel does not take
     monkeypatch.setattr(normalize, "can_look_up", lambda _: False)
     expected = before({CAMERA: images})[CAMERA]
-    assert found.dtype == torch.float32 and found.isfinite().all()
-    assert torch.equal(found, expected) and torch.equal(again, expected)
+    assert processed.dtype == torch.float32 and processed.isfinite().all()
+    assert torch.equal(processed, expected) and torch.equal(again, expected)
 
 
 @pytest.mark.gpu

@@ -58,10 +58,10 @@ def wide(x: Tensor | None) -> Tensor | None:
 @pytest.fixture
 def used(monkeypatch) -> list[bool]:
     """Grows by one for each call of the kernels."""
-    found: list[bool] = []
+    calls: list[bool] = []
     apply = module._NormMish.apply
-    monkeypatch.setattr(module._NormMish, "apply", lambda *args: found.append(True) or apply(*args))
-    return found
+    monkeypatch.setattr(module._NormMish, "apply", lambda *args: calls.append(True) or apply(*args))
+    return calls
 
 
 def compare(shape: tuple[int, ...], groups: int, way: str, layout: str, dtype: torch.dtype, device: str):
@@ -132,8 +132,8 @@ def test_extreme_values():
 
 @pytest.mark.gpu
 def test_the_same_bits_every_time(used):
-    found = [compare((64, 512, 16), 8, "all", "channels last", torch.bfloat16, "cuda") for _ in range(2)]
-    (x, y), (x_again, y_again) = found
+    results = [compare((64, 512, 16), 8, "all", "channels last", torch.bfloat16, "cuda") for _ in range(2)]
+    (x, y), (x_again, y_again) = results
     assert torch.equal(y, y_again) and torch.equal(x.grad, x_again.grad)
 
 
@@ -155,9 +155,9 @@ def to_channels_last(network: nn.Module) -> nn.Module:
 
 def run_unet(network: nn.Module, device: str, dtype: torch.dtype | None = None) -> Tensor:
     torch.manual_seed(1)
-    given = torch.randn(4, 16, 6), torch.rand(4) * 100, torch.randn(4, 10)
+    inputs = torch.randn(4, 16, 6), torch.rand(4) * 100, torch.randn(4, 10)
     with torch.autocast(device, dtype or torch.bfloat16, enabled=dtype is not None):
-        y = network(*(each.to(device, next(network.parameters()).dtype) for each in given))
+        y = network(*(each.to(device, next(network.parameters()).dtype) for each in inputs))
     y.float().square().sum().backward()
     return y
 
@@ -184,10 +184,10 @@ def test_a_unet_is_that_of_float64(dtype, film_scale, last, used, monkeypatch, w
     monkeypatch.setattr(module, "has_kernels", lambda device: False)
     torchs = run_unet(theirs, "cuda", dtype)
     assert not used
-    errors = [[spread(found, expected)] for found in (y, torchs)]  # of the output, then of each gradient
-    for network, found in zip((ours, theirs), errors):
-        found += [spread(a.grad, b.grad) for a, b in zip(network.parameters(), exact.parameters())]
-    mine, usual = (sum(found) / len(found) for found in errors)
+    errors = [[spread(far_off, expected)] for far_off in (y, torchs)]  # of the output, then of each gradient
+    for network, far_off in zip((ours, theirs), errors):
+        far_off += [spread(a.grad, b.grad) for a, b in zip(network.parameters(), exact.parameters())]
+    mine, usual = (sum(far_off) / len(far_off) for far_off in errors)
     assert mine < max(1.3 * usual, 1e-5) and max(errors[0]) < max(3 * max(errors[1]), 1e-4)
 
 
@@ -198,9 +198,9 @@ def test_a_plan_sees_the_shapes_of_the_kernels(last, used):
     expected = run_unet(network, "cpu")
     blocks = len(network.blocks())
     planned = small_unet(True).to("meta")
-    given = [torch.empty(shape, device="meta") for shape in ((4, 16, 6), (4,), (4, 10))]
+    inputs = [torch.empty(shape, device="meta") for shape in ((4, 16, 6), (4,), (4, 10))]
     with CudaOnMeta().active():
-        y = (to_channels_last(planned) if last else planned)(*given)
+        y = (to_channels_last(planned) if last else planned)(*inputs)
         y.sum().backward()
     assert y.shape == expected.shape and len(used) == 2 * blocks + 1
     for mine, real in zip(planned.parameters(), network.parameters()):

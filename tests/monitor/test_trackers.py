@@ -171,7 +171,7 @@ def test_a_tracker_that_crashes_is_named_once(tmp_path, monkeypatch, caplog):
     for _ in range(3):
         crashed.check()
     crashed.close_input()
-    crashed.wait(time.monotonic() + 1)
+    crashed.wait(time.monotonic() + LIMIT_S)
     assert caplog.text.count("tensorboard stopped (code 3)") == 1
 
 
@@ -238,9 +238,9 @@ def test_wandb_without_a_network_keeps_the_metrics(tmp_path, monkeypatch):
     pytest.importorskip("wandb", reason="wandb is not installed")
     monkeypatch.setenv("WANDB_API_KEY", "0" * 40)
     monkeypatch.setenv("WANDB_BASE_URL", "http://127.0.0.1:9")
-    monkeypatch.setattr("flexor.monitor.services.REACH_S", 1.0)
+    monkeypatch.setattr("flexor.monitor.services.CONNECT_S", 1.0)
     service = (
-        "import sys, flexor.monitor.services as services; services.REACH_S = 2.0\n"
+        "import sys, flexor.monitor.services as services; services.CONNECT_S = 2.0\n"
         "from flexor.monitor.forward import main; sys.exit(main())"
     )
     real = subprocess.Popen

@@ -18,7 +18,7 @@ from flexor.policies.pretrained import load_pretrained, save_pretrained
 from parity import flexor_side
 from parity.act import cases
 from parity.fill import fill, uniform
-from parity.inputs import shown
+from parity.inputs import observation_sequence
 from parity.kinds import cases_of
 from parity.limits import Row
 from parity.records import difference
@@ -42,16 +42,16 @@ def rows(lerobot: Path, folder: Path) -> Iterator[Row]:
     raw = {name: moved(name, tensor) for name, tensor in made.policy.state_dict().items()}
     save_pretrained(folder / "here", made.policy.config, merged(raw, lora), *around)
     save_adapter(folder / "here", raw, lora, str(folder / "base"))
-    seen = shown(CASE["robot"], cases.STEPS)
-    np.savez(folder / "seen.npz", **seen)
+    observations = observation_sequence(CASE["robot"], cases.STEPS)
+    np.savez(folder / "seen.npz", **observations)
     subprocess.run([lerobot, "-m", "parity.adapters_lerobot", folder], check=True, capture_output=True)
     for name, saved in (("saved here, act there", "here/adapter"), ("saved there, act here", "there")):
         theirs = json.loads((folder / saved / "actions.json").read_text())
-        ours = flexor_side.act(load_pretrained(str(folder / saved)), seen)
+        ours = flexor_side.act(load_pretrained(str(folder / saved)), observations)
         yield Row(f"adapters {name}", difference(ours, theirs))
-        base = flexor_side.act(load_pretrained(str(folder / "base")), seen)
+        base = flexor_side.act(load_pretrained(str(folder / "base")), observations)
         assert difference(base, theirs) > 0.01, "adapters without effect show nothing"
-    here = flexor_side.act(load_pretrained(str(folder / "here")), seen)
+    here = flexor_side.act(load_pretrained(str(folder / "here")), observations)
     yield Row(
         "adapters alone and merged",
         difference(here, json.loads((folder / "here/adapter/actions.json").read_text())),

@@ -54,12 +54,12 @@ def save(base: Path, folder: Path) -> Any:
     return wrapped
 
 
-def main(given: str) -> None:
+def main(path: str) -> None:
     from lerobot.policies.factory import make_pre_post_processors
 
     torch.set_num_threads(1)
-    folder = Path(given)
-    seen = dict(np.load(folder / "seen.npz"))
+    folder = Path(path)
+    observations = dict(np.load(folder / "seen.npz"))
     for saved, policy in (
         (folder / "here/adapter", load(folder / "here/adapter")),
         (folder / "there", save(folder / "base", folder / "there")),
@@ -68,7 +68,7 @@ def main(given: str) -> None:
         if saved.name == "there":
             for piece in around:
                 piece.save_pretrained(saved)
-        actions = act("act", Made(policy.eval(), *around), seen)
+        actions = act("act", Made(policy.eval(), *around), observations)
         (saved / "actions.json").write_text(json.dumps(actions))
 
 

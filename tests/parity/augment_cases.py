@@ -62,7 +62,7 @@ CASES: dict[str, tuple[str, dict]] = {
 }
 
 # name -> torchvision's class, and its arguments, without the size of a crop
-DRAWN: dict[str, tuple[str, dict]] = {
+PARAMETERS: dict[str, tuple[str, dict]] = {
     "crop": ("RandomResizedCrop", {}),
     "crop that often does not fit": ("RandomResizedCrop", {"scale": [0.7, 1.0], "ratio": [1.8, 2.5]}),
     "crop that never fits": ("RandomResizedCrop", {"scale": [1.0, 1.0], "ratio": [0.3, 0.5]}),

@@ -12,7 +12,7 @@ from flexor.data.settings import ImageTransformConfig, ImageTransformsConfig
 from flexor.policies.augment import plain
 from flexor.policies.augment.draw import TransformSampler
 from flexor.policies.augment.operations import FILL, NUMBERS, ImageOp, read_transforms
-from parity.augment_cases import CASES, DRAWN, DRAWS, HEIGHT, SIZE, WIDTH, image, summary
+from parity.augment_cases import CASES, DRAWS, HEIGHT, PARAMETERS, SIZE, WIDTH, image, summary
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "augment.npz"
 NEAR = 5e-6  # of values in [0, 1]; nearest neighbours have no middle way
@@ -78,14 +78,14 @@ def computed(name: str, theirs: np.lib.npyio.NpzFile) -> np.ndarray:
     return plain.apply(op, frames, numbers, None, reach)[0].numpy()
 
 
-def drawn(name: str) -> np.ndarray:
-    kind, arguments = DRAWN[name]
+def draw_parameters(name: str) -> np.ndarray:
+    kind, arguments = PARAMETERS[name]
     settings = ImageTransformsConfig(True, 1, False, {"one": ImageTransformConfig(1.0, kind, arguments)})
     noise = Noise(3, 5, torch.arange(DRAWS))
-    found = TransformSampler(read_transforms(settings), 1, False, [SIZE])(noise, DRAWS, torch.device("cpu"))
-    numbers = found.numbers[:, 0].double()
+    draws = TransformSampler(read_transforms(settings), 1, False, [SIZE])(noise, DRAWS, torch.device("cpu"))
+    numbers = draws.numbers[:, 0].double()
     if kind == "ColorJitter":  # in an order of its own for each
-        order = found.ops[:, 0].argsort(-1)
+        order = draws.ops[:, 0].argsort(-1)
         return numbers[..., 0].gather(1, order).numpy()
     if kind == "RandomAffine":
         numbers[:, :, [0, 4, 5]] = numbers[:, :, [0, 4, 5]].rad2deg()
@@ -99,12 +99,12 @@ def differences(theirs: np.lib.npyio.NpzFile) -> Iterator[tuple[str, float, floa
     """What is compared, how far it is off, and how far it may be."""
     for name in CASES:
         yield f"image {name}", float(np.abs(computed(name, theirs) - theirs[f"image {name}"]).max()), NEAR
-    for name in DRAWN:
-        rows = drawn(name)
+    for name in PARAMETERS:
+        rows = draw_parameters(name)
         # each statistic in units of its number's spread; a quantile of whole pixels can be one off
         units = np.maximum(rows.std(0), 1e-6)
-        whole = np.where(np.all(rows == np.round(rows), axis=0), 1.5, 0.05 * units)
-        ours, found = summary(rows), theirs[f"drawn {name}"]
+        tolerance = np.where(np.all(rows == np.round(rows), axis=0), 1.5, 0.05 * units)
+        ours, reference = summary(rows), theirs[f"drawn {name}"]
         n = rows.shape[1]
-        scale = np.concatenate([units, units, *[whole / SPREAD] * 3, np.ones(n * n)])
-        yield f"drawn {name}", float((np.abs(ours - found) / scale).max()), SPREAD
+        scale = np.concatenate([units, units, *[tolerance / SPREAD] * 3, np.ones(n * n)])
+        yield f"drawn {name}", float((np.abs(ours - reference) / scale).max()), SPREAD

@@ -12,7 +12,7 @@ import torch
 from torchvision.transforms import InterpolationMode, v2
 from torchvision.transforms.v2 import functional
 
-from parity.augment_cases import CASES, DRAWN, DRAWS, HEIGHT, SIZE, WIDTH, image, summary
+from parity.augment_cases import CASES, DRAWS, HEIGHT, PARAMETERS, SIZE, WIDTH, image, summary
 
 
 def computed(name: str, arguments: dict, frames: torch.Tensor) -> torch.Tensor:
@@ -27,7 +27,7 @@ def computed(name: str, arguments: dict, frames: torch.Tensor) -> torch.Tensor:
     return getattr(functional, name)(frames, **arguments)
 
 
-def drawn(name: str, arguments: dict) -> np.ndarray:
+def draw_parameters(name: str, arguments: dict) -> np.ndarray:
     """Its parameters, drawn many times: a row of numbers each."""
     if name == "RandomResizedCrop":
         arguments = {"size": list(SIZE), **arguments}
@@ -54,7 +54,7 @@ def main(file: str) -> None:
     torch.set_num_threads(1)
     frames = torch.from_numpy(image())
     made = {f"image {name}": computed(*case, frames).numpy() for name, case in CASES.items()}
-    made |= {f"drawn {name}": summary(drawn(*case)) for name, case in DRAWN.items()}
+    made |= {f"drawn {name}": summary(draw_parameters(*case)) for name, case in PARAMETERS.items()}
     np.savez_compressed(file, **made)
 
 

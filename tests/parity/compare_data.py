@@ -25,15 +25,15 @@ def compare(root: str | Path, dump: dict, batch: int = 64) -> list[str]:
     """Every difference, one line each; none means that both read the same."""
     dataset = open_dataset(root=root, episodes=dump["episodes"])
     deltas = {k: deltas_from_timestamps(v, dataset.fps) for k, v in (dump["deltas"] or {}).items()}
-    found = [] if len(dataset) == dump["length"] else [f"length {len(dataset)}, not {dump['length']}"]
+    differences = [] if len(dataset) == dump["length"] else [f"length {len(dataset)}, not {dump['length']}"]
     rows = [int(row) for row in dump["rows"]]
     for start in range(0, len(rows), batch):
         some = rows[start : start + batch]
         read = dataset.read(np.array(some), deltas)
         for i, row in enumerate(some):
             ours = {key: value[i] for key, value in read.items()}
-            found += _compare_row(row, ours, dump["rows"][str(row)], exact_pixels(dump))
-    return found + _compare_stats(dataset, dump["stats"])
+            differences += _compare_row(row, ours, dump["rows"][str(row)], exact_pixels(dump))
+    return differences + _compare_stats(dataset, dump["stats"])
 
 
 def exact_pixels(dump: dict) -> bool:
@@ -43,12 +43,12 @@ def exact_pixels(dump: dict) -> bool:
 def _compare_row(row: int, ours: dict[str, Any], theirs: dict[str, Any], exact: bool) -> list[str]:
     if "error" in theirs:
         return [f"row {row}: LeRobot fails: {theirs['error']}"]
-    found = [f"row {row}: {key} is only in LeRobot's item" for key in theirs if key not in ours]
-    found += [f"row {row}: {key} is only in Flexor's item" for key in ours if key not in theirs]
+    differences = [f"row {row}: {key} is only in LeRobot's item" for key in theirs if key not in ours]
+    differences += [f"row {row}: {key} is only in Flexor's item" for key in ours if key not in theirs]
     for key in ours.keys() & theirs.keys():
         if not _same(ours[key], theirs[key], exact):
-            found.append(f"row {row}: {key} differs")
-    return found
+            differences.append(f"row {row}: {key} differs")
+    return differences
 
 
 def _same(ours: Any, theirs: Any, exact: bool) -> bool:
@@ -65,16 +65,16 @@ def _same(ours: Any, theirs: Any, exact: bool) -> bool:
 
 
 def _compare_stats(dataset: Dataset, theirs: dict) -> list[str]:
-    found = []
+    differences = []
     for key in sorted(theirs.keys() | dataset.stats.keys()):
         if key not in theirs or key not in dataset.stats:
-            found.append(f"stats of {key} are only {'ours' if key in dataset.stats else 'theirs'}")
+            differences.append(f"stats of {key} are only {'ours' if key in dataset.stats else 'theirs'}")
             continue
         for name, value in theirs[key].items():
             ours = dataset.stats[key].get(name)
             if ours is None or ours.shape != np.shape(value) or not np.allclose(ours, value, 1e-9, 1e-12):
-                found.append(f"stats of {key}: {name} differs")
-    return found
+                differences.append(f"stats of {key}: {name} differs")
+    return differences
 
 
 def main() -> int:
@@ -83,11 +83,11 @@ def main() -> int:
     parser.add_argument("dump")
     arguments = parser.parse_args()
     dump = json.loads(Path(arguments.dump).read_text())
-    found = compare(arguments.root, dump)
-    print("\n".join(found[:40]))
+    differences = compare(arguments.root, dump)
+    print("\n".join(differences[:40]))
     how = "bit by bit" if exact_pixels(dump) else "by thumbnail"
-    print(f"{len(dump['rows'])} rows compared (pixels {how}), {len(found)} differences")
-    return 1 if found else 0
+    print(f"{len(dump['rows'])} rows compared (pixels {how}), {len(differences)} differences")
+    return 1 if differences else 0
 
 
 if __name__ == "__main__":

@@ -54,13 +54,13 @@ def write(folder: Path) -> None:
                 made.add_frame({"action": action, DEPTH: depths, "task": "measure"})
             made.save_episode()
         made.finalize()
-        found = {}
+        values = {}
         for unit in ("mm", "m"):
             opened = LeRobotDataset("some/depth", root=root, depth_output_unit=unit)
-            found[unit] = np.stack([opened[row][DEPTH].numpy() for row in range(len(opened))])
+            values[unit] = np.stack([opened[row][DEPTH].numpy() for row in range(len(opened))])
             stats = opened.meta.stats[DEPTH].items()
-            found |= {f"{unit}_{key}": np.asarray(value, np.float64) for key, value in stats}
-        np.savez_compressed(folder / f"{name}.npz", **found)
+            values |= {f"{unit}_{key}": np.asarray(value, np.float64) for key, value in stats}
+        np.savez_compressed(folder / f"{name}.npz", **values)
 
 
 def rows(folder: Path) -> Iterator[tuple[str, float]]:

@@ -29,27 +29,27 @@ tzdata urllib3 xxhash yarl zipp
 
 def lerobot_python(root: Path) -> Path:
     """The Python to run LeRobot with; the environment is made on the first call, and when it has to have more."""
-    given = os.environ.get("LEROBOT_PYTHON")
-    if given:
-        return Path(given).absolute()
+    named = os.environ.get("LEROBOT_PYTHON")
+    if named:
+        return Path(named).absolute()
     folder = root / ".venv-lerobot"
     python, ready = folder / "bin/python", folder / ".ready"
-    wanted = " ".join([LEROBOT, *TORCH, *DEPENDENCIES.split()])
-    if not ready.is_file() or ready.read_text() != wanted:
+    packages = " ".join([LEROBOT, *TORCH, *DEPENDENCIES.split()])
+    if not ready.is_file() or ready.read_text() != packages:
         print(f"installing {LEROBOT} into {folder} ...", flush=True)
         subprocess.run([find_python312(), "-m", "venv", "--clear", folder], check=True)
         install = [python, "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
         # with what it needs, because PyPI's build for x86 does not load without CUDA's libraries
         subprocess.run([*install, *torch_index(), *TORCH], check=True)
         subprocess.run([*install, "--no-deps", LEROBOT, *DEPENDENCIES.split()], check=True)
-        ready.write_text(wanted)
+        ready.write_text(packages)
     return python
 
 
 def torch_index() -> list[str]:
     """Asked first whether it is there, because pip would ask again and again for every package."""
     try:
-        with urllib.request.urlopen(TORCH_INDEX, timeout=20):
+        with urllib.request.urlopen(TORCH_INDEX, timeout=120):
             return ["--extra-index-url", TORCH_INDEX]
     except OSError as error:
         print(

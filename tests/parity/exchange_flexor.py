@@ -19,7 +19,7 @@ from flexor.evaluate.envs import make_env, observation_to_batch, stack_batch
 from flexor.policies.pretrained import load_pretrained, save_pretrained
 from parity import flexor_side
 from parity.fill import fill, uniform
-from parity.inputs import BATCH, shown
+from parity.inputs import BATCH, observation_sequence
 from parity.kinds import cases_of, part, placed, prepared
 from parity.limits import Row
 from parity.records import difference, numbers
@@ -43,8 +43,8 @@ class Exchange:
 
     def rows(self) -> Iterator[Row]:
         trained = self.trained() if hasattr(self.settings, "TRAINED") else ()
-        for what, far in chain(self.saved(), trained):
-            yield Row(f"{self.kind}: {what}", far)
+        for name, far in chain(self.saved(), trained):
+            yield Row(f"{self.kind}: {name}", far)
 
     def run(self, *command: object) -> str:
         words = [str(word) for word in command]
@@ -62,9 +62,9 @@ class Exchange:
             self.save_here(name)
         self.lerobot_does("save")
         acts = [name for name, case in self.cases.items() if case.get("acts", True)]
-        for here, there in (("here", "there"), ("there", "here")):
-            seen = {self.folder / here / name: self.shown(name) for name in acts}
-            yield f"saved {here}, acts {there}", self.compare(seen)
+        for writer, reader in (("here", "there"), ("there", "here")):
+            observed = {self.folder / writer / name: self.observation_sequence(name) for name in acts}
+            yield f"saved {writer}, acts {reader}", self.compare(observed)
 
     def save_here(self, name: str) -> None:
         with prepared(self.kind, "flexor", self.folder / "files"):
@@ -74,18 +74,18 @@ class Exchange:
         folder = self.folder / "here" / name
         save_pretrained(folder, made.policy.config, weights, made.preprocessor, made.postprocessor)
 
-    def shown(self, name: str) -> Observations:
-        return shown(self.cases[name]["robot"], self.settings.STEPS)
+    def observation_sequence(self, name: str) -> Observations:
+        return observation_sequence(self.cases[name]["robot"], self.settings.STEPS)
 
     def compare(self, checkpoints: dict[Path, Observations]) -> float:
         """The same observations to both programs: how far their actions are apart."""
-        for checkpoint, seen in checkpoints.items():
-            np.savez(checkpoint / "seen.npz", **seen)
+        for checkpoint, observations in checkpoints.items():
+            np.savez(checkpoint / "seen.npz", **observations)
         self.lerobot_does("act", *checkpoints)
         worst = 0.0
-        for checkpoint, seen in checkpoints.items():
+        for checkpoint, observations in checkpoints.items():
             with prepared(self.kind, "flexor", self.folder / "files"):
-                ours = flexor_side.act(load_pretrained(str(checkpoint)), seen)
+                ours = flexor_side.act(load_pretrained(str(checkpoint)), observations)
             theirs = json.loads((checkpoint / "actions.json").read_text())
             acted = [round(number, 4) for number in numbers(theirs)]
             assert len(set(acted)) > len(acted) / 5, (
@@ -97,34 +97,34 @@ class Exchange:
     def trained(self) -> Iterator[tuple[str, float]]:
         """Two policies by each program, and what follows from one of them in the other."""
         self.run(*FLEXOR, "record", "data", "--episodes=3", f"--image-size={IMAGE_SIZE}")
-        seen = observations()
+        observed = observations()
         plain = self.arguments(self.settings.TRAINED)
         other = self.arguments({**self.settings.TRAINED, **self.settings.TRAINED_OTHERWISE})
         ours = self.flexor_train("ours", *plain)
         averaged = self.flexor_train("averaged", *other, "--ema.enable=true")
-        yield "trained here, also with EMA, acts there", self.compare({ours: seen, averaged: seen})
+        yield "trained here, also with EMA, acts there", self.compare({ours: observed, averaged: observed})
         theirs = self.lerobot_train("theirs", *plain, "--policy.push_to_hub=false")
-        others = self.lerobot_train("others", *other, "--policy.push_to_hub=false")
-        yield "trained there, acts here", self.compare({theirs: seen, others: seen})
+        others_run = self.lerobot_train("others", *other, "--policy.push_to_hub=false")
+        yield "trained there, acts here", self.compare({theirs: observed, others_run: observed})
         started = self.lerobot_train("started", f"--policy.path={ours}", steps=2)
         self.check_kept(ours, started)
-        yield "lerobot-train --policy.path=OURS, acts here", self.compare({started: seen})
+        yield "lerobot-train --policy.path=OURS, acts here", self.compare({started: observed})
         resumed = self.resume_there("ours")
         self.check_kept(ours, resumed)
-        yield "lerobot-train --resume of OURS, acts here", self.compare({resumed: seen})
+        yield "lerobot-train --resume of OURS, acts here", self.compare({resumed: observed})
         if hasattr(self.settings, "OTHER_OPTIMIZER"):
             other = self.flexor_train("other optimizer", *plain, *self.settings.OTHER_OPTIMIZER)
             self.check_kept(other, self.resume_there("other optimizer"))
             yield "lerobot-train --resume of OURS with another optimizer", 0.0
         onwards = self.flexor_train("onwards", f"--policy.path={theirs}", steps=2)
         self.check_kept(theirs, onwards)
-        yield "flexor train --policy.path=THEIRS, acts there", self.compare({onwards: seen})
+        yield "flexor train --policy.path=THEIRS, acts there", self.compare({onwards: observed})
         self.evaluate_here(theirs)
         yield "flexor eval THEIRS runs", 0.0
 
     def arguments(self, settings: dict) -> list[str]:
-        given = {"type": self.kind, "device": "cpu", **placed(settings, self.folder / "files")}
-        return [f"--policy.{name}={value}" for name, value in given.items()]
+        flags = {"type": self.kind, "device": "cpu", **placed(settings, self.folder / "files")}
+        return [f"--policy.{name}={value}" for name, value in flags.items()]
 
     def flexor_train(self, name: str, *more: str, steps: int = 0) -> Path:
         long = f"--steps={steps or self.steps}"
@@ -169,16 +169,16 @@ class Exchange:
     def evaluate_here(self, checkpoint: Path) -> None:
         short = ["--eval.n_episodes=2", "--eval.batch_size=2", "--env.max_steps=4"]
         size = f"--env.kwargs.image_size={IMAGE_SIZE}"
-        said = self.run(*FLEXOR, "eval", checkpoint, "--env.type=place", size, *short)
-        assert "success" in said
+        output = self.run(*FLEXOR, "eval", checkpoint, "--env.type=place", size, *short)
+        assert "success" in output
 
 
 def observations(steps: int = 8) -> Observations:
     """What the built-in task shows over some steps in BATCH episodes: [steps, B, ...]."""
     envs = [make_env("place", image_size=IMAGE_SIZE) for _ in range(BATCH)]
     now = [env.reset(seed=seed)[0] for seed, env in enumerate(envs)]
-    seen = []
+    batches = []
     for step in range(steps):
-        seen.append(stack_batch([observation_to_batch(each) for each in now]))
+        batches.append(stack_batch([observation_to_batch(each) for each in now]))
         now = [env.step(uniform(f"action {step}", (3,), -1, 1))[0] for env in envs]
-    return stack_batch(seen)
+    return stack_batch(batches)

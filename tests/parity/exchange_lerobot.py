@@ -45,8 +45,8 @@ def load(kind: str, checkpoint: Path) -> Made:
         assert settings.policy.type == kind
         assert settings.policy.input_features == policy.config.input_features
         # as text, in which it does not matter whether a pair came out as a list
-        given, preset = settings.optimizer, policy.config.get_optimizer_preset()
-        assert json.dumps(asdict(given)) == json.dumps(asdict(preset)), (given, preset)
+        expected, preset = settings.optimizer, policy.config.get_optimizer_preset()
+        assert json.dumps(asdict(expected)) == json.dumps(asdict(preset)), (expected, preset)
         assert settings.scheduler == policy.config.get_scheduler_preset()
     return Made(policy, *processors)
 
@@ -57,8 +57,10 @@ def main(verb: str, kind: str, *checkpoints: str) -> None:
         if verb == "save":
             save(kind)
         for checkpoint in map(Path, checkpoints):
-            seen = dict(np.load(checkpoint / "seen.npz"))
-            (checkpoint / "actions.json").write_text(json.dumps(act(kind, load(kind, checkpoint), seen)))
+            observations = dict(np.load(checkpoint / "seen.npz"))
+            (checkpoint / "actions.json").write_text(
+                json.dumps(act(kind, load(kind, checkpoint), observations))
+            )
 
 
 if __name__ == "__main__":

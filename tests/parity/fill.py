@@ -70,5 +70,5 @@ class Draws:
 
     def integers(self, name: str, shape: Sequence[int], high: int) -> torch.Tensor:
         count = 1 if "crop" in name or "critics" in name else shape[0]
-        drawn = uniform(f"{self.moment}/{name}", (count, *shape[1:]), 0, high)
-        return torch.from_numpy(drawn.astype(np.int64)).expand(shape).clone()
+        integers = uniform(f"{self.moment}/{name}", (count, *shape[1:]), 0, high)
+        return torch.from_numpy(integers.astype(np.int64)).expand(shape).clone()

@@ -11,11 +11,11 @@ from flexor.policies.base import PolicyConfig
 from flexor.policies.features import Kind, PolicyFeature
 from flexor.policies.pretrained import Pretrained
 from parity.fill import Draws, fill
-from parity.inputs import ACTION, BATCH, TASKS, shown, statistics
+from parity.inputs import ACTION, BATCH, TASKS, observation_sequence, statistics
 from parity.kinds import part
 from parity.records import gradients, group, in_double, record_batch
 
-DRAWN = (  # by functions that need not be called: weights are filled in afterwards
+INITIALIZERS = (  # by functions that need not be called: weights are filled in afterwards
     *("normal_", "uniform_", "kaiming_normal_", "kaiming_uniform_", "xavier_uniform_"),
     *("orthogonal_", "trunc_normal_"),
 )
@@ -49,7 +49,7 @@ def measure(kind: str, case: dict) -> dict:
 
 def measure_policy(kind: str, case: dict) -> dict:
     cases, special = part(kind, "cases"), part(kind, "flexor")
-    with patch.multiple("torch.nn.init", **dict.fromkeys(DRAWN, lambda tensor, *_, **__: tensor)):
+    with patch.multiple("torch.nn.init", **dict.fromkeys(INITIALIZERS, lambda tensor, *_, **__: tensor)):
         pretrained = make_policy(kind, case)
     policy = pretrained.policy
     record: dict = {"parameters": getattr(cases, "fill_policy", fill)(policy)}
@@ -80,7 +80,7 @@ def measure_policy(kind: str, case: dict) -> dict:
     with torch.no_grad():
         record["eval_loss"] = policy.loss(batch, Draws("training")).per_sample.mean().item()
     if case.get("acts", True):
-        record["actions"] = act(pretrained, shown(case["robot"], cases.STEPS))
+        record["actions"] = act(pretrained, observation_sequence(case["robot"], cases.STEPS))
     return record
 
 

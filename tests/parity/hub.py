@@ -93,7 +93,7 @@ def load(out: Path) -> None:
     from lerobot.policies.factory import get_policy_class, make_pre_post_processors
 
     dataset = LeRobotDataset("ann/place")
-    found = {"states": np.stack([dataset[i]["observation.state"].numpy() for i in range(len(dataset))])}
+    loaded = {"states": np.stack([dataset[i]["observation.state"].numpy() for i in range(len(dataset))])}
     resumed = resolve_resume_checkpoint("ann/run", Path("resumed"))
     act = get_policy_class("act")
     for name, policy in {
@@ -101,9 +101,9 @@ def load(out: Path) -> None:
         "000004": act.from_pretrained("ann/run"),
         "resumed": act.from_pretrained(str(resumed / "pretrained_model")),
     }.items():
-        found |= {f"{name}:{weight}": value.cpu().numpy() for weight, value in policy.state_dict().items()}
+        loaded |= {f"{name}:{weight}": value.cpu().numpy() for weight, value in policy.state_dict().items()}
     make_pre_post_processors(policy.config, pretrained_path="ann/run")
-    np.savez(out, **found)
+    np.savez(out, **loaded)
 
 
 if __name__ == "__main__":

@@ -29,17 +29,17 @@ def observation(inputs: dict, moment: str) -> dict[str, np.ndarray]:
     return out
 
 
-def shown(inputs: dict, steps: int) -> dict[str, np.ndarray]:
+def observation_sequence(inputs: dict, steps: int) -> dict[str, np.ndarray]:
     """What a policy is shown one step after the other: [steps, B, ...]."""
-    seen = [observation(inputs, f"step {step}") for step in range(steps)]
-    return {key: np.stack([each[key] for each in seen]) for key in seen[0]}
+    observations = [observation(inputs, f"step {step}") for step in range(steps)]
+    return {key: np.stack([each[key] for each in observations]) for key in observations[0]}
 
 
 def history(case: dict, moment: str) -> dict[str, np.ndarray]:
     """What was observed last: [B, T, ...]."""
     steps = case["settings"].get("n_obs_steps", 2)
-    seen = [observation(case["inputs"], f"{moment} {step}") for step in range(steps)]
-    return {key: np.stack([each[key] for each in seen], 1) for key in seen[0]}
+    observations = [observation(case["inputs"], f"{moment} {step}") for step in range(steps)]
+    return {key: np.stack([each[key] for each in observations], 1) for key in observations[0]}
 
 
 def actions(steps: int, padded: tuple[int, int]) -> dict[str, np.ndarray]:

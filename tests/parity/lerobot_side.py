@@ -16,7 +16,7 @@ import numpy as np
 import torch
 
 from parity.fill import fill
-from parity.inputs import ACTION, BATCH, TASKS, shown, statistics
+from parity.inputs import ACTION, BATCH, TASKS, observation_sequence, statistics
 from parity.kinds import cases_of, part
 from parity.records import gradients, group, in_double, record_batch, save
 
@@ -75,10 +75,10 @@ def with_state(batch: dict) -> dict:
     return {"observation.state": torch.zeros(BATCH, 1), **batch}
 
 
-def training_batch(made: Made, given: dict) -> dict:
+def training_batch(made: Made, batch: dict) -> dict:
     """Processed, with the rewards and what is padding, which the processor does not keep."""
-    kept = {key: v for key, v in given.items() if key.startswith("next.") or key.endswith("_is_pad")}
-    return {**made.before({**given, "task": TASKS}), **kept}
+    unprocessed = {key: v for key, v in batch.items() if key.startswith("next.") or key.endswith("_is_pad")}
+    return {**made.before({**batch, "task": TASKS}), **unprocessed}
 
 
 def measure(kind: str, case: dict) -> dict:
@@ -118,16 +118,16 @@ def measure_policy(kind: str, case: dict) -> dict:
     with torch.no_grad(), special.training(policy):
         record["eval_loss"] = policy(with_state(batch))[0].item()
     if case.get("acts", True):
-        record["actions"] = act(kind, made, shown(case["robot"], cases.STEPS))
+        record["actions"] = act(kind, made, observation_sequence(case["robot"], cases.STEPS))
     return record
 
 
 def groups(policy: Any) -> list:
     """What LeRobot gives its optimizer: groups, or all parameters."""
-    given = list(policy.get_optim_params())
-    if not isinstance(given[0], dict):
-        given = [{"params": given}]
-    return [group(policy, each["params"], each) for each in given]
+    groups = list(policy.get_optim_params())
+    if not isinstance(groups[0], dict):
+        groups = [{"params": groups}]
+    return [group(policy, each["params"], each) for each in groups]
 
 
 def act(kind: str, made: Made, observations: dict[str, np.ndarray]) -> list:
@@ -135,9 +135,9 @@ def act(kind: str, made: Made, observations: dict[str, np.ndarray]) -> list:
     made.policy.reset()
     actions = []
     for step in range(len(next(iter(observations.values())))):
-        seen = made.before({**tensors({k: v[step] for k, v in observations.items()}), "task": TASKS})
+        observed = made.before({**tensors({k: v[step] for k, v in observations.items()}), "task": TASKS})
         with part(kind, "lerobot").acting(made.policy, f"act {step}"):
-            actions.append(made.after(made.policy.select_action(with_state(seen))).tolist())
+            actions.append(made.after(made.policy.select_action(with_state(observed))).tolist())
     return actions
 
 

@@ -28,7 +28,7 @@ STORED = {
 class Row(NamedTuple):
     """A line of the table that run.py prints."""
 
-    what: str
+    name: str
     far: float
     limit: float = LIVE
 

@@ -37,7 +37,7 @@ def rows(lerobot: Path, folder: Path) -> Iterator[Row]:
 
 def train(kind: str, folder: Path) -> dict[str, list[float]]:
     """Two steps of a small policy; the averages of its gradients by name, before they are numbered."""
-    files, found = folder / kind / "files", {}
+    files, directions = folder / kind / "files", {}
     cases = part(kind, "cases")
     cases.make_files(files)
     case = cases.CASES["default"]
@@ -46,13 +46,13 @@ def train(kind: str, folder: Path) -> dict[str, list[float]]:
     flags += [f"--dataset.root={folder / 'data'}", f"--output_dir={folder / kind / 'run'}"]
     write = Snapshot.write
 
-    def noted(snapshot: Snapshot, *given: Any) -> None:
+    def noted(snapshot: Snapshot, *arguments: Any) -> None:
         averages = {name: each for name, each in snapshot.tensors.items() if name.endswith(".exp_avg")}
         for name, average in averages.items():
-            found[name.removeprefix("optimizer.").removesuffix(".exp_avg")] = direction(average)
-        write(snapshot, *given)
+            directions[name.removeprefix("optimizer.").removesuffix(".exp_avg")] = direction(average)
+        write(snapshot, *arguments)
 
     with prepared(kind, "flexor", files), patch.object(Snapshot, "write", noted):
         always = [f"--policy.type={kind}", "--policy.device=cpu", "--steps=2", f"--batch_size={BATCH}"]
         assert main(["train", *always, *flags]) == 0
-    return found
+    return directions

@@ -23,13 +23,13 @@ def main(kind: str, folder: Path) -> None:
     settings = TrainPipelineConfig.from_pretrained(checkpoint / "pretrained_model")
     optimizer, _ = make_optimizer_and_scheduler(settings, policy)
     load_optimizer_state(optimizer, checkpoint / "training_state")
-    seen = {}
+    directions = {}
     for name, parameter in policy.named_parameters():
         state = optimizer.state.get(parameter, {})
         if state:
             assert state["exp_avg"].shape == parameter.shape and float(state["step"]) == 2, name
-            seen[name] = direction(state["exp_avg"])
-    (folder / "optimizer.json").write_text(json.dumps(seen))
+            directions[name] = direction(state["exp_avg"])
+    (folder / "optimizer.json").write_text(json.dumps(directions))
 
 
 if __name__ == "__main__":

@@ -18,19 +18,19 @@ MAP = {"observation.image": "observation.images.front"}
 def rows(lerobot: Path, folder: Path) -> Iterator[Row]:
     exchange = Exchange("act", lerobot, folder)
     exchange.run(*FLEXOR, "record", "data", "--episodes=3", f"--image-size={IMAGE_SIZE}")
-    seen = observations()
+    observed = observations()
     rename = f"--rename_map={json.dumps(MAP)}"
     ours = exchange.flexor_train("ours", *exchange.arguments(exchange.settings.TRAINED), rename)
-    yield Row("renamed here, acts there", exchange.compare({ours: seen}))
+    yield Row("renamed here, acts there", exchange.compare({ours: observed}))
     theirs = exchange.lerobot_train("theirs", f"--policy.path={ours}", rename, steps=2)
     check_names(theirs)
-    yield Row("lerobot-train --rename_map, acts here", exchange.compare({theirs: seen}))
+    yield Row("lerobot-train --rename_map, acts here", exchange.compare({theirs: observed}))
     resumed = exchange.resume_there()
     check_names(resumed)
-    yield Row("lerobot-train --resume of ours renamed, acts here", exchange.compare({resumed: seen}))
+    yield Row("lerobot-train --resume of ours renamed, acts here", exchange.compare({resumed: observed}))
     onwards = exchange.flexor_train("onwards", f"--policy.path={theirs}", rename, steps=2)
     check_names(onwards)
-    yield Row("flexor train --rename_map of theirs, acts there", exchange.compare({onwards: seen}))
+    yield Row("flexor train --rename_map of theirs, acts there", exchange.compare({onwards: observed}))
 
 
 def check_names(checkpoint: Path) -> None:

@@ -51,17 +51,17 @@ def cases() -> dict[str, tuple[str, Callable[[Path], object], dict]]:
 def repair(root: Path) -> None:
     import shutil
 
-    found = cases()
+    repairs = cases()
     from flexor.data.check.check import check_dataset
     from flexor.data.dataset import open_dataset
     from flexor.data.repair.repair import repair_dataset
     from support.legacy import to_v2
-    from support.written import write
+    from support.small_datasets import write
 
     good = write(root / "good/one")
     for version in ("v2.0", "v2.1"):
         to_v2(good, root / "good" / version, version)
-    for number, (name, (start, fault, options)) in enumerate(found.items()):
+    for number, (name, (start, fault, options)) in enumerate(repairs.items()):
         original = Path(shutil.copytree(root / "good" / start, root / f"broken/{number}"))
         fault(original)
         report = repair_dataset(original, root / f"repaired/{number}", **options)
@@ -80,10 +80,10 @@ def read(root: Path) -> int:
     from lerobot.datasets.lerobot_dataset import LeRobotDataset
 
     failures = 0
-    for kept in sorted(root.glob("*.npz")):
-        name = json.loads(kept.with_suffix(".json").read_text())
-        dataset = LeRobotDataset("toy/repaired", root=root / "repaired" / kept.stem)
-        problems = compare(dataset, dict(np.load(kept)))
+    for dump in sorted(root.glob("*.npz")):
+        name = json.loads(dump.with_suffix(".json").read_text())
+        dataset = LeRobotDataset("toy/repaired", root=root / "repaired" / dump.stem)
+        problems = compare(dataset, dict(np.load(dump)))
         print(f"{'FAIL' if problems else 'ok':4} {name}", *problems[:8], sep="\n   ")
         failures += bool(problems)
     return failures
@@ -99,13 +99,13 @@ def compare(dataset, expected: dict[str, np.ndarray]) -> list[str]:
     for row in range(len(frame)):
         item = dataset[row]
         for key in SAME:
-            wanted, got = expected[key][row], item[key].numpy()
+            reference, got = expected[key][row], item[key].numpy()
             if key == TOP:
-                far = np.abs(np.round(got * 255.0) - wanted).max()
+                far = np.abs(np.round(got * 255.0) - reference).max()
                 worst = max(worst, far)
                 problems += [f"{key} row {row}: off by up to {far} of 255"] if far > 1 else []
-            elif not np.array_equal(got.reshape(wanted.shape), wanted):
-                problems.append(f"{key} row {row}: {got} instead of {wanted}")
+            elif not np.array_equal(got.reshape(reference.shape), reference):
+                problems.append(f"{key} row {row}: {got} instead of {reference}")
         place = (item["frame_index"].item(), item["index"].item(), item["task"])
         if place != (frame[row], row, expected["task"][row]):
             problems.append(f"row {row}: {place}")

@@ -12,14 +12,14 @@ from parity.limits import Row
 from support.serving import CHUNK, numbers, serving
 
 CLIENT = Path(__file__).parents[2] / "client/src"
-WANTED = ("msgpack", "websockets")  # what flexor-client needs and LeRobot does not bring
+PACKAGES = ("msgpack", "websockets")  # what flexor-client needs and LeRobot does not bring
 
 
 def rows(lerobot: Path, folder: Path) -> Iterator[Row]:
-    has = subprocess.run([lerobot, "-c", f"import {', '.join(WANTED)}"], capture_output=True, check=False)
+    has = subprocess.run([lerobot, "-c", f"import {', '.join(PACKAGES)}"], capture_output=True, check=False)
     if has.returncode:
         install = [lerobot, "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
-        subprocess.run([*install, "--target", folder / "packages", *WANTED], check=True)
+        subprocess.run([*install, "--target", folder / "packages", *PACKAGES], check=True)
     paths = [str(CLIENT), str(folder / "packages"), os.environ.get("PYTHONPATH", "")]
     with serving(numbers()) as (url, _):
         done = subprocess.run(
@@ -31,30 +31,30 @@ def rows(lerobot: Path, folder: Path) -> Iterator[Row]:
         )
     if done.returncode:
         raise RuntimeError(f"robot_lerobot failed:\n{(done.stdout + done.stderr)[-3000:]}")
-    found = json.loads((folder / "robot.json").read_text())
-    yield Row("robot: observations named as in LeRobot's datasets", float(not found["names"]))
-    yield Row("robot: actions of one that waits", _waits(found["waits"]))
-    yield Row("robot: actions in real time", _real_time(found["real time"]))
-    steps = np.abs(np.diff([[1.0, -1.0], *found["limited"]["sent"]], axis=0))
+    results = json.loads((folder / "robot.json").read_text())
+    yield Row("robot: observations named as in LeRobot's datasets", float(not results["names"]))
+    yield Row("robot: actions of one that waits", _waits(results["waits"]))
+    yield Row("robot: actions in real time", _real_time(results["real time"]))
+    steps = np.abs(np.diff([[1.0, -1.0], *results["limited"]["sent"]], axis=0))
     yield Row("robot: limited steps", float(max(steps.max() - 0.5, 0.0)), 1e-6)
 
 
-def _waits(found: dict) -> float:
+def _waits(result: dict) -> float:
     """A chunk is the state plus 0, 1, 2, 3; the robot goes there, but not beyond 6."""
     joints, sent, did = np.array([1.0, -1.0]), [], []
-    for step in range(len(found["sent"])):
+    for step in range(len(result["sent"])):
         if step % CHUNK == 0:
             start = joints
         sent.append(start + step % CHUNK)
         joints = np.minimum(sent[-1], 6)
         did.append(joints)
-    return float(np.abs(np.array(found["sent"]) - sent).max() + np.abs(np.array(found["did"]) - did).max())
+    return float(np.abs(np.array(result["sent"]) - sent).max() + np.abs(np.array(result["did"]) - did).max())
 
 
-def _real_time(found: dict) -> float:
+def _real_time(result: dict) -> float:
     """Steps that are not those of a chunk, and held ones after the first action: there must be none."""
-    did = found["did"]
+    did = result["did"]
     first = next(number for number, action in enumerate(did) if action is not None)
-    held = sum(action is None for action in did[first:])
+    idle = sum(action is None for action in did[first:])
     moved = np.diff([action[0] for action in did[first:] if action is not None])
-    return float(held > len(did) // 2) + float((np.abs(moved) > 6).any()) + float(len(found["sent"]) < 3)
+    return float(idle > len(did) // 2) + float((np.abs(moved) > 6).any()) + float(len(result["sent"]) < 3)

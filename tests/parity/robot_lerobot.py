@@ -77,9 +77,12 @@ class TwoJoints(Robot):
 
 def same_names(robot: Robot) -> bool:
     """Whether a policy gets a robot's observation as LeRobot's datasets have it."""
-    seen = robot.get_observation()
+    observed = robot.get_observation()
     features = hw_to_dataset_features(robot.observation_features, "observation")
-    theirs, ours = build_dataset_frame(features, seen, "observation"), RobotNames(robot).observation(seen)
+    theirs, ours = (
+        build_dataset_frame(features, observed, "observation"),
+        RobotNames(robot).observation(observed),
+    )
     actions = hw_to_dataset_features(robot.action_features, "action")["action"]["names"]
     return (
         theirs.keys() == ours.keys()
@@ -92,11 +95,11 @@ def same_names(robot: Robot) -> bool:
 
 
 def main(url: str, out: Path) -> None:
-    found: dict = {}
+    results: dict = {}
     for kind in ("waits", "real time", "limited"):
-        robot, kept = TwoJoints(TwoJointsConfig(id="one", calibration_dir=out.parent)), []
+        robot, steps = TwoJoints(TwoJointsConfig(id="one", calibration_dir=out.parent)), []
         with robot, RemotePolicy(url, reconnect_s=0) as policy:
-            found["names"] = same_names(robot)
+            results["names"] = same_names(robot)
             limits = ActionLimits(step=0.5) if kind == "limited" else None
             player = (
                 RealTimePlayer(policy, FPS) if kind == "real time" else ChunkPlayer(policy, limits=limits)
@@ -106,12 +109,12 @@ def main(url: str, out: Path) -> None:
                 player,
                 fps=FPS,
                 steps=STEPS,
-                on_step=lambda seen, did, kept=kept: kept.append((seen, did)),
+                on_step=lambda observed, did, steps=steps: steps.append((observed, did)),
             )
-        states = [seen["observation.state"].tolist() for seen, _ in kept]
-        did = [None if action is None else action.tolist() for _, action in kept]
-        found[kind] = {"sent": robot.sent, "states": states, "did": did, "held": report.idle_steps}
-    out.write_text(json.dumps(found))
+        states = [observed["observation.state"].tolist() for observed, _ in steps]
+        did = [None if action is None else action.tolist() for _, action in steps]
+        results[kind] = {"sent": robot.sent, "states": states, "did": did, "held": report.idle_steps}
+    out.write_text(json.dumps(results))
 
 
 if __name__ == "__main__":

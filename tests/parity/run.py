@@ -75,11 +75,11 @@ def data(lerobot: Path, folder: Path) -> Iterator[Row]:
         if not root.is_dir():
             continue
         golden, live = load(dump), folder / dump.name
-        chosen = [f"--episodes={','.join(map(str, golden['episodes']))}"] if golden["episodes"] else []
+        episodes = [f"--episodes={','.join(map(str, golden['episodes']))}"] if golden["episodes"] else []
         windows = [f"--deltas={json.dumps(golden['deltas'])}"] if golden["deltas"] else []
-        call(lerobot, "data_lerobot", "--root", root, "--out", live, *chosen, *windows)
-        found = compare_data.compare(root, load(live))
-        yield Row(f"dataset {dump.stem}: {len(golden['rows'])} rows", float(len(found)))
+        call(lerobot, "data_lerobot", "--root", root, "--out", live, *episodes, *windows)
+        differences = compare_data.compare(root, load(live))
+        yield Row(f"dataset {dump.stem}: {len(golden['rows'])} rows", float(len(differences)))
 
 
 def writer(lerobot: Path, folder: Path) -> Iterator[Row]:
@@ -100,8 +100,8 @@ def colours(lerobot: Path, folder: Path) -> Iterator[Row]:
     """Clips of many codecs and colour tags, read on both sides."""
     colour.write(folder)
     call(lerobot, "colour", "read", folder)
-    for what, far in colour.rows(folder):
-        yield Row(what, far)
+    for name, far in colour.rows(folder):
+        yield Row(name, far)
 
 
 def augment(lerobot: Path, folder: Path) -> Iterator[Row]:
@@ -113,15 +113,15 @@ def augment(lerobot: Path, folder: Path) -> Iterator[Row]:
                 yield Row(
                     f"augmented {name}, as stored", float(np.abs(live[name] - stored[name]).max()), 1e-6
                 )
-        for what, far, limit in augment_flexor.differences(live):
-            yield Row(f"augmented {what}", far, limit)
+        for name, far, limit in augment_flexor.differences(live):
+            yield Row(f"augmented {name}", far, limit)
 
 
 def depth_maps(lerobot: Path, folder: Path) -> Iterator[Row]:
     """Depth maps that LeRobot writes, read on both sides."""
     call(lerobot, "depth", "write", folder)
-    for what, far in depth.rows(folder):
-        yield Row(what, far)
+    for name, far in depth.rows(folder):
+        yield Row(name, far)
 
 
 def exchange(kind: str, lerobot: Path, folder: Path) -> Iterator[Row]:
@@ -154,20 +154,20 @@ def main(names: list[str]) -> int:
     worst: dict[str, Row] = {}
     broken = []
     for name in [
-        part for given in names or PARTS for part in (EXCHANGES if given == "exchange" else [given])
+        part for argument in names or PARTS for part in (EXCHANGES if argument == "exchange" else [argument])
     ]:
         print(f"comparing {name} ...", file=sys.stderr, flush=True)
         with tempfile.TemporaryDirectory() as folder:
             try:
                 for row in PARTS[name](lerobot, Path(folder)):
-                    worst[row.what] = max(row, worst.get(row.what, row), key=lambda each: each.far)
+                    worst[row.name] = max(row, worst.get(row.name, row), key=lambda each: each.far)
             except Exception:  # the other parts are still worth comparing
                 traceback.print_exc()
                 broken.append(name)
-    far = [row.what for row in worst.values() if not row.far <= row.limit]
+    far = [row.name for row in worst.values() if not row.far <= row.limit]
     print(f"{'compared':52} largest difference")
     for row in worst.values():
-        print(f"{row.what:52} {row.far:.1e}{'  TOO LARGE' if row.what in far else ''}")
+        print(f"{row.name:52} {row.far:.1e}{'  TOO LARGE' if row.name in far else ''}")
     for name in broken:
         print(f"{name:52} failed, see above")
     return 1 if far or broken else 0

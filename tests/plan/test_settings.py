@@ -19,7 +19,7 @@ from support.plans import H200, plan_memory, settings
 # 6 -> 100 -> 100 -> 6: matrices of 600, 10 000 and 600 numbers, vectors of 100, 100, 100 and 6
 MATRICES, VECTORS = 600 + 10_000 + 600, 3 * 100 + 6
 TENSORS = 7
-OWN = own_policy(
+OWN_POLICY = own_policy(
     """\
         self.first = torch.nn.Linear(6, 100)
         self.norm = torch.nn.LayerNorm(100, bias=False)
@@ -36,7 +36,7 @@ Make = Callable[..., TrainConfig]
 
 @pytest.fixture
 def make(tmp_path: Path) -> Make:
-    (tmp_path / "own.py").write_text(OWN)
+    (tmp_path / "own.py").write_text(OWN_POLICY)
     return lambda **more: settings(f"{tmp_path / 'own.py'}:Own", **more)
 
 

@@ -45,17 +45,17 @@ def test_what_we_save_is_what_peft_saves(tmp_path):
     theirs = load_file(GOLDEN / "plain/adapter_model.safetensors")
     weights = dict(ThreeLayers().state_dict())
     for name, tensor in theirs.items():
-        own = name.removeprefix("base_model.model.")
-        weights[own.removesuffix(".weight") if "lora_" in own else own] = tensor
+        short = name.removeprefix("base_model.model.")
+        weights[short.removesuffix(".weight") if "lora_" in short else short] = tensor
     config = LoraConfig(r=2, alpha=6, target_modules=["first"], full_training_modules=["head"])
     save_adapter(tmp_path, weights, config, base="base")
     ours = load_file(tmp_path / "adapter/adapter_model.safetensors")
     assert ours.keys() == theirs.keys() and all(torch.equal(ours[name], theirs[name]) for name in ours)
-    said, expected = (
+    settings, expected = (
         json.loads((folder / "adapter_config.json").read_text())
         for folder in (tmp_path / "adapter", GOLDEN / "plain")
     )
-    assert said == {name: expected[name] for name in said}
+    assert settings == {name: expected[name] for name in settings}
     assert json.loads((tmp_path / "adapter/config.json").read_text()) == {
         "use_peft": True,
         "pretrained_path": "base",
@@ -111,7 +111,7 @@ def changed(tmp_path: Path, **settings: object) -> Path:
 
 
 @pytest.mark.parametrize(
-    ("settings", "said"),
+    ("settings", "message"),
     [
         ({"use_dora": True}, "LORA, use_dora"),
         ({"peft_type": "MISS"}, "type MISS, but"),
@@ -119,9 +119,9 @@ def changed(tmp_path: Path, **settings: object) -> Path:
         ({"base_model_name_or_path": None}, "does not say which policy"),
     ],
 )
-def test_adapters_that_are_not_plain_are_refused(settings, said, tmp_path):
+def test_adapters_that_are_not_plain_are_refused(settings, message, tmp_path):
     folder = changed(tmp_path, **settings)
-    with pytest.raises(CheckpointError, match=said):
+    with pytest.raises(CheckpointError, match=message):
         base_of(folder)
 
 
@@ -134,7 +134,7 @@ def test_the_base_and_its_revision(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("name", "shape", "said"),
+    ("name", "shape", "message"),
     [
         ("third.lora_B.weight", (6, 2), "does not fit this policy.*third.lora_A.weight, third.lora_B.weight"),
         ("first.lora_embedding_A", (2, 4), "does not fit this policy.*: first.lora_embedding_A"),
@@ -142,10 +142,10 @@ def test_the_base_and_its_revision(tmp_path):
         ("head.bias", (3,), r"head.bias is \[3\]"),
     ],
 )
-def test_adapters_of_another_policy_are_refused(name, shape, said, tmp_path):
+def test_adapters_of_another_policy_are_refused(name, shape, message, tmp_path):
     folder = changed(tmp_path)
     tensors = load_file(folder / "adapter_model.safetensors")
     tensors[f"base_model.model.{name}"] = torch.zeros(shape)
     save_file(tensors, folder / "adapter_model.safetensors")
-    with pytest.raises(CheckpointError, match=said):
+    with pytest.raises(CheckpointError, match=message):
         merge_adapter(ThreeLayers().state_dict(), folder)

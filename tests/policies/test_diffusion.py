@@ -68,33 +68,33 @@ def noise(*samples: int) -> Noise:
 
 def test_a_sample_s_loss_does_not_depend_on_its_batch():
     """Crops, levels and noise are the sample's own."""
-    whole, made = policy(), batch(TINY, 4)
-    together = whole.loss(made, noise(*range(4))).per_sample
+    diffusion, made = policy(), batch(TINY, 4)
+    together = diffusion.loss(made, noise(*range(4))).per_sample
     part = {key: value[2:] for key, value in made.items()}
-    torch.testing.assert_close(whole.loss(part, noise(2, 3)).per_sample, together[2:])
+    torch.testing.assert_close(diffusion.loss(part, noise(2, 3)).per_sample, together[2:])
 
 
 def test_parts_of_a_batch_weigh_by_their_valid_actions():
     config = replace(BLIND, do_mask_loss_for_padding=True)
     made, each = batch(config, 5), policy(config)
-    whole = each.loss(made, noise(*range(5))).per_sample.mean()
-    assert not torch.allclose(whole, policy(BLIND).loss(made, noise(*range(5))).per_sample.mean())
+    loss_of_all = each.loss(made, noise(*range(5))).per_sample.mean()
+    assert not torch.allclose(loss_of_all, policy(BLIND).loss(made, noise(*range(5))).per_sample.mean())
     valid = (~made[f"{ACTION}_is_pad"]).sum(1).float().mean()
     losses = []
     for part in (slice(0, 2), slice(2, 5)):
         some = {key: value[part] for key, value in made.items()}
         losses.append(each.loss({**some, VALID_STEPS: valid}, noise(*range(5)[part])).per_sample)
-    torch.testing.assert_close(torch.cat(losses).mean(), whole)
+    torch.testing.assert_close(torch.cat(losses).mean(), loss_of_all)
 
 
 def test_acting_is_keyed_and_starts_now():
     made = policy(BLIND).eval()
-    seen = batch(BLIND, 3)
+    observed = batch(BLIND, 3)
     with torch.no_grad():
-        chunk = made.predict(seen, noise(4, 5, 6))
+        chunk = made.predict(observed, noise(4, 5, 6))
         assert chunk.shape == (3, 7, 2)  # of 8 actions, one is in the past
-        alone = made.predict({key: value[1:2] for key, value in seen.items()}, noise(5))
-        assert not torch.allclose(chunk[:1], made.predict({k: v[:1] for k, v in seen.items()}, noise(5)))
+        alone = made.predict({key: value[1:2] for key, value in observed.items()}, noise(5))
+        assert not torch.allclose(chunk[:1], made.predict({k: v[:1] for k, v in observed.items()}, noise(5)))
     torch.testing.assert_close(alone, chunk[1:2])
 
 
@@ -107,20 +107,20 @@ def test_crops_differ_between_samples_and_not_between_moments():
     for sample, corner in enumerate(corners.tolist()):
         top, left = divmod(corner, 11)
         assert torch.equal(cut[sample], x[sample, :, :, top : top + 4, left : left + 6])
-    seen = {
+    places = {
         tuple(divmod(int(c), 11))
         for c in random_crop(x.repeat(60, 1, 1, 1, 1), (8, 10), noise(*range(300)), "c")[:, 0, 0, 0, 0]
     }
-    assert seen == {(0, 0), (0, 1), (1, 0), (1, 1)}  # every place there is
+    assert places == {(0, 0), (0, 1), (1, 0), (1, 1)}  # every place there is
     assert torch.equal(center_crop(x, (4, 6)), x[..., 2:6, 2:8])
 
 
 def test_pictures_are_cropped_in_the_middle_when_not_training():
     made = policy().eval()
-    seen = batch(TINY, 2)
-    losses = [made.loss(seen, noise(0, 1)).per_sample]
-    seen[CAMERA][..., :2, :] = 9.0  # outside of the middle
-    losses.append(made.loss(seen, noise(0, 1)).per_sample)
+    observed = batch(TINY, 2)
+    losses = [made.loss(observed, noise(0, 1)).per_sample]
+    observed[CAMERA][..., :2, :] = 9.0  # outside of the middle
+    losses.append(made.loss(observed, noise(0, 1)).per_sample)
     torch.testing.assert_close(*losses)
 
 
@@ -133,10 +133,10 @@ def test_computing_blocks_again_changes_nothing(group_norm):
         recompute(unit)
     for each in made:
         each.loss(batch(config, 3), noise(0, 1, 2)).per_sample.mean().backward()
-    for one, other in zip(*(each.parameters() for each in made)):
-        assert torch.equal(one.grad, other.grad)
-    for one, other in zip(*(each.buffers() for each in made)):
-        assert torch.equal(one, other)
+    for parameter, other in zip(*(each.parameters() for each in made)):
+        assert torch.equal(parameter.grad, other.grad)
+    for buffer, other in zip(*(each.buffers() for each in made)):
+        assert torch.equal(buffer, other)
 
 
 def test_batch_norm_is_torch_s():
@@ -172,9 +172,9 @@ def test_bfloat16_keeps_positions_exact():
     pool = SpatialSoftmax(6, 30, 40, 2)
     features = torch.randn(2, 6, 30, 40)
     with torch.autocast("cpu", torch.bfloat16):
-        found = pool(features)
-    assert found.dtype == torch.float32
-    torch.testing.assert_close(found, pool(features), rtol=0, atol=1e-3)
+        pooled = pool(features)
+    assert pooled.dtype == torch.float32
+    torch.testing.assert_close(pooled, pool(features), rtol=0, atol=1e-3)
 
 
 def test_sharding_covers_nearly_all_weights():
@@ -244,10 +244,10 @@ def test_resumed_run_is_bitwise_the_uninterrupted_one(dataset, tmp_path):
     """Running statistics of batch norm included."""
     more = ("--steps=3", "--save_freq=2", "--batch_size=2")
     pictures = ("--policy.resize_shape=[64,64]", "--policy.crop_ratio=0.9")
-    whole = runs.train(dataset, tmp_path / "whole", FLAGS, *more, *pictures)
-    cut = runs.cut_back(whole, tmp_path / "cut", 2)
+    uninterrupted = runs.train(dataset, tmp_path / "whole", FLAGS, *more, *pictures)
+    cut = runs.cut_back(uninterrupted, tmp_path / "cut", 2)
     assert main(["resume", str(cut)]) == 0
-    runs.assert_same(whole, cut, 3)
+    runs.assert_same(uninterrupted, cut, 3)
 
 
 @pytest.mark.slow

@@ -33,10 +33,10 @@ def test_resumed_run_is_bitwise_the_uninterrupted_one(small, tmp_path):
     more = [f"--steps={STEPS}", "--save_freq=2", "--gradient_accumulation_steps=2", "--ema.enable"]
     if small.data.name != "place":  # a CPU takes a minute for one picture in bfloat16
         more.append("--precision=bf16")
-    whole = runs.train(small.data, tmp_path / "whole", small.flags, *more)
-    cut = runs.cut_back(whole, tmp_path / "cut", 2)
+    uninterrupted = runs.train(small.data, tmp_path / "whole", small.flags, *more)
+    cut = runs.cut_back(uninterrupted, tmp_path / "cut", 2)
     assert main(["resume", str(cut), "--num_workers=2"]) == 0
-    runs.assert_same(whole, cut, STEPS)
+    runs.assert_same(uninterrupted, cut, STEPS)
 
 
 WAYS = {

@@ -18,8 +18,7 @@ from flexor.config.help import train_help
 from flexor.config.parse import build_config, load_config
 from flexor.core import model_files
 from flexor.core.errors import CheckpointError, ConfigError
-from flexor.policies import POLICIES, policy_class
-from flexor.policies import external as own
+from flexor.policies import POLICIES, external, policy_class
 from flexor.policies.pretrained import load_pretrained, read_config
 from flexor.policies.processing.pipeline import STEPS
 from support import runs
@@ -47,7 +46,7 @@ def run(project, dataset) -> Path:
 
 def forget(monkeypatch: pytest.MonkeyPatch) -> None:
     """What another process would know: nothing."""
-    monkeypatch.setattr(own, "_loaded", {})
+    monkeypatch.setattr(external, "_loaded", {})
     for name in [
         name for name in sys.modules if re.match(r"(my_policy|robots)\b|(my_policy|renamed)_", name)
     ]:
@@ -228,16 +227,16 @@ def test_what_it_does_with_values_is_named_where_a_plan_has_none(project, datase
     (project / "my_policy.py").write_text(checked)
     number = checked.splitlines().index("        assert error.isfinite().all(), 'not a number'") + 1
     assert main(["plan", TINY[0], f"--dataset.root={dataset}", "--gpu=4090"]) == 2
-    said = capsys.readouterr().err
-    assert f"AssertionError: not a number ({project}/my_policy.py, line {number})" in said
-    assert "A plan runs the policy without data" in said
+    errors = capsys.readouterr().err
+    assert f"AssertionError: not a number ({project}/my_policy.py, line {number})" in errors
+    assert "A plan runs the policy without data" in errors
 
 
 # Mistakes
 
 
 @pytest.mark.parametrize(
-    "kind, code, said",
+    "kind, code, message",
     [
         ("nowhere.py:MyPolicy", "", r"there is no file .*nowhere\.py"),
         ("my_policy.py:MyPolic", CODE, "'MyPolic' is not a subclass of Policy there. Did you mean MyPolicy"),
@@ -269,9 +268,9 @@ def test_what_it_does_with_values_is_named_where_a_plan_has_none(project, datase
         ("difusion", "", "Did you mean diffusion"),
     ],
 )
-def test_mistakes_are_named(kind, code, said, project):
+def test_mistakes_are_named(kind, code, message, project):
     (project / "my_policy.py").write_text(code)
-    with pytest.raises(ConfigError, match=said):
+    with pytest.raises(ConfigError, match=message):
         build_config({"dataset.root": "x", "policy.type": kind})
 
 
@@ -351,10 +350,10 @@ def test_code_that_a_policy_from_the_hub_names_is_not_run(kind, downloaded, proj
     assert was_run(project)
 
 
-@pytest.mark.parametrize("what", ["received", "downloaded", "received/checkpoints/last"])
-def test_code_that_only_a_checkpoint_names_is_not_run(what, downloaded, project):
+@pytest.mark.parametrize("checkpoint", ["received", "downloaded", "received/checkpoints/last"])
+def test_code_that_only_a_checkpoint_names_is_not_run(checkpoint, downloaded, project):
     with pytest.raises(CheckpointError, match="Code that only a checkpoint names is not run"):
-        load_pretrained(str(project / what))
+        load_pretrained(str(project / checkpoint))
     assert not was_run(project)
 
 
@@ -379,8 +378,8 @@ def test_a_run_from_elsewhere_runs_its_code_only_if_it_is_trusted(
 ):
     words = [word.format(data=dataset) for word in COMMANDS[command]]
     assert main(words) in (1, 2)
-    said = capsys.readouterr().err
-    assert "is not run" in said and f"--trust={project}/my_policy.py:MyPolicy" in said
+    errors = capsys.readouterr().err
+    assert "is not run" in errors and f"--trust={project}/my_policy.py:MyPolicy" in errors
     assert not was_run(project)
     trusted = {"resume": "my_policy.py", "plan": f"{project}/my_policy.py"}.get(
         command, "my_policy.py:MyPolicy"

@@ -9,7 +9,7 @@ from flexor.data.dataset import open_dataset
 from flexor.data.statistics import compute_stats
 from flexor.policies.act.config import ACTConfig
 from flexor.policies.fit import fit_to_dataset, statistics
-from support.written import write
+from support.small_datasets import write
 
 
 @pytest.fixture(scope="module")
@@ -22,11 +22,11 @@ def modes(vector: str, image: str = "IDENTITY") -> dict:
 
 
 def without_quantiles(dataset):
-    kept = {
+    stats = {
         name: {key: value for key, value in part.items() if not key.startswith("q")}
         for name, part in dataset.stats.items()
     }
-    return replace(dataset, stats=kept)
+    return replace(dataset, stats=stats)
 
 
 @pytest.mark.parametrize(("mode", "used"), [("QUANTILES", ("q01", "q99")), ("QUANTILE10", ("q10", "q90"))])
@@ -35,14 +35,14 @@ def test_quantiles_that_an_old_dataset_lacks_are_computed_and_it_says_so(dataset
     old = without_quantiles(dataset)
     old.stats["action"]["mean"] = np.array([5.0, 6.0])  # what the dataset has is kept
     with caplog.at_level("INFO", "flexor"):
-        found = statistics(old, policy, use_imagenet=True)
+        fitted = statistics(old, policy, use_imagenet=True)
     assert f"missing in the dataset: observation.state ({used[0]}, {used[1]}); action" in caplog.text
     expected = compute_stats(dataset, ["action", "observation.state"])
     for name in expected:
         for quantile in used:
-            np.testing.assert_array_equal(found[name][quantile], expected[name][quantile])
-    assert found["action"]["mean"].tolist() == [5.0, 6.0]
-    policy.pipelines(found, "cpu")  # which refuses missing ones
+            np.testing.assert_array_equal(fitted[name][quantile], expected[name][quantile])
+    assert fitted["action"]["mean"].tolist() == [5.0, 6.0]
+    policy.pipelines(fitted, "cpu")  # which refuses missing ones
 
 
 def test_nothing_is_computed_or_decoded_that_no_mode_uses(dataset, monkeypatch):
@@ -57,5 +57,5 @@ def test_a_camera_without_statistics_is_decoded_if_its_mode_needs_them(dataset):
     bare = without_quantiles(dataset)
     bare.stats.pop("observation.images.top")
     policy = fit_to_dataset(ACTConfig(normalization_mapping=modes("MEAN_STD", "MEAN_STD")), dataset)
-    found = statistics(bare, policy, use_imagenet=False)
-    assert found["observation.images.top"]["mean"].shape == (3, 1, 1)
+    fitted = statistics(bare, policy, use_imagenet=False)
+    assert fitted["observation.images.top"]["mean"].shape == (3, 1, 1)

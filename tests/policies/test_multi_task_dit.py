@@ -57,20 +57,20 @@ def batch_of(name, clips):
 
 @pytest.mark.parametrize(("alpha", "b"), [(1.5, 1.0), (1.0, 1.0), (0.5, 2.0), (4.0, 0.3)])
 def test_beta_has_its_moments(alpha, b):
-    drawn = beta(Noise(0, 0, torch.arange(200_000)), "t", 200_000, alpha, b).double()
+    samples = beta(Noise(0, 0, torch.arange(200_000)), "t", 200_000, alpha, b).double()
     mean = alpha / (alpha + b)
     variance = mean * (1 - mean) / (alpha + b + 1)
-    assert drawn.min() >= 0 and drawn.max() <= 1
-    assert drawn.mean().item() == pytest.approx(mean, abs=4 * (variance / 2e5) ** 0.5)
-    assert drawn.var().item() == pytest.approx(variance, rel=0.03)
+    assert samples.min() >= 0 and samples.max() <= 1
+    assert samples.mean().item() == pytest.approx(mean, abs=4 * (variance / 2e5) ** 0.5)
+    assert samples.var().item() == pytest.approx(variance, rel=0.03)
 
 
 def test_beta_with_one_is_a_power_of_a_uniform_number():
     """The settings all published policies use: P(u < x) = x^1.5."""
-    drawn = beta(Noise(1, 2, torch.arange(100_000)), "t", 100_000, 1.5, 1.0).sort().values.double()
-    expected = drawn**1.5
-    ranks = torch.arange(1, len(drawn) + 1) / len(drawn)
-    assert (ranks - expected).abs().max() < 1.95 / len(drawn) ** 0.5  # Kolmogorov and Smirnov, 0.1 %
+    samples = beta(Noise(1, 2, torch.arange(100_000)), "t", 100_000, 1.5, 1.0).sort().values.double()
+    expected = samples**1.5
+    ranks = torch.arange(1, len(samples) + 1) / len(samples)
+    assert (ranks - expected).abs().max() < 1.95 / len(samples) ** 0.5  # Kolmogorov and Smirnov, 0.1 %
 
 
 @pytest.mark.parametrize("name", ["ddpm", "flow", "two_encoders", "flow_uniform"])
@@ -105,17 +105,17 @@ def test_runge_kutta_follows_curves():
 
 def test_noise_left_at_the_end_of_a_path():
     """With sigma_min, time 1 is the actions and that much of the noise."""
-    seen = {}
+    inputs = {}
 
     def network(x, t):
-        seen.update(x=x, t=t)
+        inputs.update(x=x, t=t)
         return torch.zeros_like(x)
 
     noise = Noise(0, 0, torch.arange(3))
     actions = torch.randn(3, 4, 2)
     error = FlowMatching(sigma_min=0.25).error(network, actions, noise)
-    start, t = noise.normal("noise", (3, 4, 2)), seen["t"][:, None, None]
-    assert torch.allclose(seen["x"], t * actions + (1 - 0.75 * t) * start)
+    start, t = noise.normal("noise", (3, 4, 2)), inputs["t"][:, None, None]
+    assert torch.allclose(inputs["x"], t * actions + (1 - 0.75 * t) * start)
     assert torch.allclose(error, (actions - 0.75 * start).square())
 
 
@@ -160,8 +160,8 @@ def test_starts_from_published_weights(clips):
             assert torch.equal(weights[f"observation_encoder.text_encoder.text_encoder.{name}"], value)
         else:
             for camera in range(2):
-                found = weights[f"observation_encoder.vision_encoders.{camera}.model.{name}"]
-                assert torch.equal(found, value)
+                loaded = weights[f"observation_encoder.vision_encoders.{camera}.model.{name}"]
+                assert torch.equal(loaded, value)
 
 
 def test_a_new_transformer_passes_nothing_on(clips):
@@ -217,11 +217,11 @@ def test_a_saved_policy_reads_and_acts_the_same(clips, tmp_path):
     assert [step["registry_name"] for step in steps][2] == "tokenizer_processor"
     assert steps[2]["config"]["padding_side"] == "left"
     again = load_pretrained(str(tmp_path))
-    seen = processed(again, "left_longest", clips)
+    inputs = processed(again, "left_longest", clips)
     noise = Noise(0, 0, torch.arange(2))
     made.policy.eval()
     with torch.no_grad():
-        assert torch.equal(again.policy.predict(seen, noise), made.policy.predict(batch, noise))
+        assert torch.equal(again.policy.predict(inputs, noise), made.policy.predict(batch, noise))
 
 
 def test_tokens_of_a_batch_are_those_of_its_tasks(clips):
@@ -236,13 +236,13 @@ def test_tokens_of_a_batch_are_those_of_its_tasks(clips):
 
 
 def test_words_are_the_hosts_part_of_the_processing(clips):
-    made, whole = batch_of("ddpm", clips)
+    made, batch = batch_of("ddpm", clips)
     on_host, on_gpu = split_processing(made.preprocessor)
     assert isinstance(on_host.pipeline.steps[-1], Tokenize)
     assert not on_host.uses_images and not any(step.on_host for step in on_gpu.steps)
     split = on_gpu(on_host.pipeline({**tensors(training_batch(case_of("ddpm", clips))), "task": TASKS}))
-    assert split.keys() == whole.keys()
-    assert all(torch.equal(split[k], v) for k, v in whole.items() if isinstance(v, torch.Tensor))
+    assert split.keys() == batch.keys()
+    assert all(torch.equal(split[k], v) for k, v in batch.items() if isinstance(v, torch.Tensor))
 
 
 def test_no_task_is_said(clips):
@@ -267,7 +267,7 @@ def test_an_unknown_clip_is_named(clips, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("settings", "said"),
+    ("settings", "message"),
     [
         ({"n_action_steps": 8}, r"\+ 1 = 7"),
         ({"hidden_dim": 18, "num_heads": 4}, "multiple of policy.num_heads=4"),
@@ -281,9 +281,9 @@ def test_an_unknown_clip_is_named(clips, monkeypatch):
         ({"image_crop_shape": None}, r"image_resize_shape='\[32, 32\]'"),
     ],
 )
-def test_refuses_what_cant_be(settings, said, clips):
+def test_refuses_what_cant_be(settings, message, clips):
     config = config_of("ddpm", clips)
-    with pytest.raises(ConfigError, match=said):
+    with pytest.raises(ConfigError, match=message):
         MultiTaskDiT(replace(config, **settings))
 
 

@@ -47,7 +47,7 @@ def test_computes_what_lerobot_computed(kind, name, files):
 def test_a_changed_constant_would_be_noticed(kind, name, norm, files, monkeypatch):
     """Guards the limits of the test above: 1e-4 instead of 1e-5 in a normalisation is about the least there can be."""
     usual = getattr(F, norm)
-    monkeypatch.setattr(F, norm, lambda *given: usual(*given[:-1], 10 * given[-1]))
+    monkeypatch.setattr(F, norm, lambda *arguments: usual(*arguments[:-1], 10 * arguments[-1]))
     assert "actions" in too_far(kind, differences(kind, name, files))
 
 

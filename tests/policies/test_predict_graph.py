@@ -70,17 +70,19 @@ def played(policy: Pretrained, steps: int, robots: int = 2) -> np.ndarray:
     actions = []
     for step in range(steps):
         now = sessions if step >= 2 else sessions[:1]
-        found = act_together(now, observations(step, len(now)), [""] * len(now))
-        actions.append(np.pad(found, ((0, robots - len(now)), (0, 0))))
+        predicted = act_together(now, observations(step, len(now)), [""] * len(now))
+        actions.append(np.pad(predicted, ((0, robots - len(now)), (0, 0))))
     return np.stack(actions)
 
 
 @pytest.fixture
 def replays(monkeypatch) -> list[str]:
-    found: list[str] = []
+    calls: list[str] = []
     replay = predict_graph._replay
-    monkeypatch.setattr(predict_graph, "_replay", lambda *given: found.append("replayed") or replay(*given))
-    return found
+    monkeypatch.setattr(
+        predict_graph, "_replay", lambda *arguments: calls.append("replayed") or replay(*arguments)
+    )
+    return calls
 
 
 @pytest.mark.gpu
@@ -120,8 +122,8 @@ def test_what_cant_be_captured_is_predicted_eagerly_and_named(log_lines, tmp_pat
         return predict(batch, noise)
 
     policy.policy.predict = asks
-    found = played(policy, 5)
-    assert policy.graphs.gave_up and np.isfinite(found).all()
+    actions = played(policy, 5)
+    assert policy.graphs.gave_up and np.isfinite(actions).all()
     assert len([line for line in log_lines if "can't be captured" in line and ".item()" in line]) <= 1
     policy.policy.predict = predict
-    np.testing.assert_array_equal(found, played(policy, 5))
+    np.testing.assert_array_equal(actions, played(policy, 5))

@@ -35,7 +35,7 @@ def test_the_order_in_memory_of_what_a_robot_sees_changes_nothing():
     image = np.random.default_rng(0).integers(0, 256, (2, 32, 48, 3), dtype=np.uint8)
     state = np.ones((2, 3), np.float32)
     camera = next(iter(policy.policy.config.images))
-    found = [
+    chunks = [
         policy.chunk({camera: images, "observation.state": state}, ["", ""], Noise(0, 0, torch.arange(2)))
         for images in (
             np.ascontiguousarray(np.moveaxis(image, -1, -3)),
@@ -43,7 +43,7 @@ def test_the_order_in_memory_of_what_a_robot_sees_changes_nothing():
             np.moveaxis(image[:, ::-1].copy()[:, ::-1], -1, -3),
         )
     ]
-    assert np.array_equal(found[0], found[1]) and np.array_equal(found[0], found[2])
+    assert np.array_equal(chunks[0], chunks[1]) and np.array_equal(chunks[0], chunks[2])
 
 
 # Files of LeRobot that Flexor can't use: each message says what to do.

@@ -42,20 +42,20 @@ def policy(tmp_path_factory) -> Pretrained:
     return Pretrained(policy_class("pi0")(config).eval(), *config.pipelines(stats, "cpu"))
 
 
-SEEN = {CAMERA: np.zeros((2, 3, 40, 56), np.uint8), STATE: np.ones((2, 4), np.float32)}
+OBSERVATIONS = {CAMERA: np.zeros((2, 3, 40, 56), np.uint8), STATE: np.ones((2, 4), np.float32)}
 TASKS = ["pick up the cube"] * 2
 
 
 def test_actions_that_will_be_executed_are_kept_and_later_ones_are_free(policy):
-    free = policy.chunk(SEEN, TASKS)
+    free = policy.chunk(OBSERVATIONS, TASKS)
     previous = free[:, :10] + STD * np.random.default_rng(0).uniform(1, 2, (2, 10, 3))
-    new = policy.chunk(SEEN, TASKS, previous=previous, delay=4)
+    new = policy.chunk(OBSERVATIONS, TASKS, previous=previous, delay=4)
     away, apart = np.abs(new[:, :4] - previous[:, :4]), np.abs(free[:, :4] - previous[:, :4])
     assert (away < 0.15 * apart).all()  # the last of ten steps goes 91 % of the way
     assert new.shape == free.shape == (2, 12, 3)
     late = np.abs(new[:, 8:] - free[:, 8:])
     assert (late < np.abs(new[:, :4] - free[:, :4]).min()).all()
-    np.testing.assert_array_equal(policy.chunk(SEEN, TASKS), free)  # nothing of it is kept
+    np.testing.assert_array_equal(policy.chunk(OBSERVATIONS, TASKS), free)  # nothing of it is kept
 
 
 def test_robots_at_different_points_of_their_chunks_share_a_batch(policy):
@@ -66,17 +66,17 @@ def test_robots_at_different_points_of_their_chunks_share_a_batch(policy):
         for left, delay in ((10, 4), (3, 1))
     ]
     sessions = [Session(policy, episode=episode) for episode in range(3)]
-    shown = [{name: value[0] for name, value in SEEN.items()}] * 3
-    for session, one in zip(sessions, shown):
-        session.observe(one, TASKS[0])
-    together = predict_together(sessions, shown, [*running, None])
+    observed = [{name: value[0] for name, value in OBSERVATIONS.items()}] * 3
+    for session, observation in zip(sessions, observed):
+        session.observe(observation, TASKS[0])
+    together = predict_together(sessions, observed, [*running, None])
     for row in range(3):
         previous = {} if row == 2 else {"previous": running[row].actions[None], "delay": running[row].delay}
         noise = Noise(0, 0, torch.tensor([row]))
-        (alone,) = policy.chunk({n: v[:1] for n, v in SEEN.items()}, TASKS[:1], noise, **previous)
+        (alone,) = policy.chunk({n: v[:1] for n, v in OBSERVATIONS.items()}, TASKS[:1], noise, **previous)
         np.testing.assert_allclose(together[row], alone, rtol=1e-4, atol=1e-4)
     # filled up to a size that is allowed, they get the same
-    filled = predict_together(sessions, shown, [*running, None], sizes=(1, 8))
+    filled = predict_together(sessions, observed, [*running, None], sizes=(1, 8))
     np.testing.assert_allclose(filled, together, rtol=1e-4, atol=1e-4)
 
 
@@ -97,7 +97,7 @@ def test_guidance_falls_from_one_to_zero(schedule, chunk, left, delay, horizon):
 
 def test_what_cant_be_is_refused(policy):
     with pytest.raises(FlexorError, match=r"actions \[robots, at least 1, 3\], but is \[2, 5, 4\]"):
-        policy.chunk(SEEN, TASKS, previous=np.zeros((2, 5, 4)))
+        policy.chunk(OBSERVATIONS, TASKS, previous=np.zeros((2, 5, 4)))
     with pytest.raises(ConfigError, match=r"policy\.rtc_config"):
         RealTimeSettings.of({"horizon": 3})
     with pytest.raises(ConfigError, match="execution_horizon at least 1"):
@@ -114,4 +114,4 @@ def test_what_cant_be_is_refused(policy):
     )
     act = Pretrained(policy_class("act")(config), *config.pipelines({}, "cpu"))
     with pytest.raises(FlexorError, match=r"policy\.type=act can't continue a chunk"):
-        act.chunk(SEEN, TASKS, previous=np.zeros((2, 5, 3)))
+        act.chunk(OBSERVATIONS, TASKS, previous=np.zeros((2, 5, 3)))

@@ -18,7 +18,7 @@ from flexor.policies.pretrained import load_pretrained
 from flexor.policies.processing.rename_and_move import RenameObservations, renaming_of, with_renaming
 from flexor.policies.session import Session
 from support import runs
-from support.written import SIDE, TOP, write
+from support.small_datasets import SIDE, TOP, write
 
 FIRST, SECOND, THIRD = (f"observation.images.camera{number}" for number in (1, 2, 3))
 IMAGE, FRONT, STATE = "observation.image", "observation.images.front", "observation.state"
@@ -47,7 +47,7 @@ def test_a_policy_gets_its_own_names_and_the_data_keeps_its(written):
 
 
 @pytest.mark.parametrize(
-    ("rename_map", "said"),
+    ("rename_map", "message"),
     [
         ({"observation.images.tpo": FIRST}, "the dataset has no observation.images.tpo. Did you mean " + TOP),
         ({"observation.none": STATE}, "the dataset has no observation.none"),
@@ -57,8 +57,8 @@ def test_a_policy_gets_its_own_names_and_the_data_keeps_its(written):
         ({STATE: FIRST}, "is not a camera, so its name can't start with 'observation.image'"),
     ],
 )
-def test_a_map_that_does_not_fit_is_refused(rename_map, said, written):
-    with pytest.raises(ConfigError, match=said.replace("(", r"\(")):
+def test_a_map_that_does_not_fit_is_refused(rename_map, message, written):
+    with pytest.raises(ConfigError, match=message.replace("(", r"\(")):
         fit_to_dataset(base(written), written, rename_map)
 
 
@@ -140,16 +140,16 @@ def test_other_names_do_not_change_a_run(trained):
         [m["held_out_loss"] for m in runs.metrics(r) if "held_out_loss" in m] for r in (plain, renamed)
     ]
     assert held_out[0] == held_out[1] != []
-    one, other = load_pretrained(str(plain)), load_pretrained(str(renamed))
-    assert FRONT in other.policy.config.images and IMAGE not in other.policy.config.images
-    assert renaming_of(other.preprocessor) == MAP
+    original, with_names = load_pretrained(str(plain)), load_pretrained(str(renamed))
+    assert FRONT in with_names.policy.config.images and IMAGE not in with_names.policy.config.images
+    assert renaming_of(with_names.preprocessor) == MAP
     config = json.loads((renamed / "checkpoints/last/pretrained_model/train_config.json").read_text())
     assert config["rename_map"] == MAP
     image = np.random.default_rng(0).integers(0, 255, (1, 3, 32, 32), np.uint8)
     state = np.zeros((1, 3), np.float32)
-    expected = one.chunk({IMAGE: image, STATE: state}, [""])
+    expected = original.chunk({IMAGE: image, STATE: state}, [""])
     for name in (IMAGE, FRONT):  # the robot may use either
-        np.testing.assert_array_equal(other.chunk({name: image, STATE: state}, [""]), expected)
+        np.testing.assert_array_equal(with_names.chunk({name: image, STATE: state}, [""]), expected)
 
 
 def test_a_renamed_run_resumes_exactly(trained, tmp_path, capsys):
@@ -178,13 +178,13 @@ def test_evaluation_uses_the_saved_names_or_those_given(trained, capsys):
         assert main(["eval", str(trained / run), *short, *more]) == 0
         scores.append(json.loads(capsys.readouterr().out))
     assert len({score["mean_return"] for score in scores}) == 1
-    for more, said in [
+    for more, message in [
         (["--rename_map={}"], f"The policy needs {FRONT}.*--rename_map"),
         (["--rename_map={a: b}"], "'a' is not an observation"),
         (["--rename_map.a=b"], "give all names at once"),
     ]:
         assert main(["eval", str(trained / "renamed"), *short, *more]) != 0
-        assert re.search(said, capsys.readouterr().err)
+        assert re.search(message, capsys.readouterr().err)
 
 
 def test_a_policy_is_trained_on_under_its_own_names(trained, dataset, tmp_path, capsys):
@@ -192,8 +192,8 @@ def test_a_policy_is_trained_on_under_its_own_names(trained, dataset, tmp_path, 
     start = [f"--policy.path={trained / 'renamed'}", "--policy.device=cpu", "--steps=1"]
     flags = runs.flags(dataset, tmp_path / "refused", start)
     assert main(["train", *flags]) == 2
-    said = capsys.readouterr().err
-    assert f"--rename_map='{{NAME: {FRONT}}}'" in said and f"--rename_map='{json.dumps(MAP)}'" in said
+    errors = capsys.readouterr().err
+    assert f"--rename_map='{{NAME: {FRONT}}}'" in errors and f"--rename_map='{json.dumps(MAP)}'" in errors
     still = ["--optimizer.lr=0", "--policy.optimizer_lr_backbone=0"]
     run = runs.train(dataset, tmp_path / "run", start, f"--rename_map={json.dumps(MAP)}", *still)
     before, after = (load_pretrained(str(r)).policy.state_dict() for r in (trained / "renamed", run))

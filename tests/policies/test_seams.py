@@ -18,6 +18,7 @@ from flexor.policies.pretrained import load_pretrained
 from flexor.train.graph import WARM_UP, GraphStep
 from flexor_client.remote import RemotePolicy
 from support import ranks, runs
+from support.limits import LIMIT_S
 from support.samples import FEATURES, write_sample
 from support.serving import serving
 from support.tokenizers import make_tokenizer
@@ -130,7 +131,7 @@ def test_it_is_planned(data, flags, run, capsys):
 
 def test_it_is_served(run):
     local = load_pretrained(str(run)).chunk(batch_of(3), ["push"])
-    with serving(load_pretrained(str(run))) as (url, _), RemotePolicy(url) as robot:
+    with serving(load_pretrained(str(run))) as (url, _), RemotePolicy(url, timeout_s=LIMIT_S) as robot:
         chunk = robot.chunk(observation(3), "push")
     assert np.allclose(chunk, local[0], atol=1e-5)
 

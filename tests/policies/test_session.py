@@ -94,7 +94,7 @@ def test_reset_forgets_the_rest_of_a_chunk():
 def average(coefficient: float, step: int) -> np.ndarray:
     """Algorithm 2 of the ACT paper, directly: all chunks that speak of this step, the oldest first."""
     speaking = [
-        chunks()[asked][:, step - asked].numpy() for asked in range(max(0, step - CHUNK + 1), step + 1)
+        chunks()[start][:, step - start].numpy() for start in range(max(0, step - CHUNK + 1), step + 1)
     ]
     weights = np.exp(-coefficient * np.arange(len(speaking)))
     return np.average(speaking, axis=0, weights=weights)
@@ -116,10 +116,10 @@ def test_a_short_history_of_an_ensemble_is_its_only_chunk():
 
 def shown_at_each_step(deltas: list[int] | None, steps: int, n_action_steps: int = 1) -> list[np.ndarray]:
     """The environment's state that the policy is shown when it is asked, in two episodes."""
-    shown: list[np.ndarray] = []
+    states: list[np.ndarray] = []
 
     def predict(batch, noise):
-        shown.append(batch[STATE].numpy()[..., 0])
+        states.append(batch[STATE].numpy()[..., 0])
         return torch.zeros(BATCH, CHUNK, 2)
 
     playing = sessions(predict, n_action_steps=n_action_steps, deltas=deltas)
@@ -127,21 +127,21 @@ def shown_at_each_step(deltas: list[int] | None, steps: int, n_action_steps: int
         for session in playing:
             session.reset()
         play(playing, steps, first=10_000 * episode)
-    return shown
+    return states
 
 
 @pytest.mark.parametrize("deltas", [[-1, 0], [-4, -2, 0], [0]])
 def test_the_policy_is_shown_the_last_observations_the_first_repeated(deltas):
     steps = 6
-    for asked, state in enumerate(shown_at_each_step(deltas, steps)):
-        episode, step = divmod(asked, steps)  # nothing is left of the episode before
+    for count, state in enumerate(shown_at_each_step(deltas, steps)):
+        episode, step = divmod(count, steps)  # nothing is left of the episode before
         times = np.maximum(0, step + np.array(deltas))
         np.testing.assert_array_equal(state, np.arange(BATCH)[:, None] * 100 + times + 10_000 * episode)
 
 
 def test_observations_between_two_questions_count():
-    asked = shown_at_each_step([-1, 0], 6, n_action_steps=3)
-    assert [state[0].tolist() for state in asked[:2]] == [[0, 0], [2, 3]]
+    states_at_requests = shown_at_each_step([-1, 0], 6, n_action_steps=3)
+    assert [state[0].tolist() for state in states_at_requests[:2]] == [[0, 0], [2, 3]]
 
 
 def test_the_future_is_not_shown_and_no_deltas_mean_no_time_dimension():
@@ -156,8 +156,8 @@ def remembering(batch: Batch, noise) -> torch.Tensor:
     """A policy that looks at all it is given: observation, its own noise, and how often it was asked before."""
     memory, rows = batch["memory"], len(batch[STATE])
     memory["asked"] = memory.get("asked", torch.zeros(rows)) + 1
-    drawn = noise.normal("noise", (rows, CHUNK, 2))
-    return drawn + batch[STATE].reshape(rows, -1)[:, None, -2:] + memory["asked"][:, None, None]
+    noises = noise.normal("noise", (rows, CHUNK, 2))
+    return noises + batch[STATE].reshape(rows, -1)[:, None, -2:] + memory["asked"][:, None, None]
 
 
 @pytest.mark.parametrize("coefficient", [None, 0.1])
@@ -169,19 +169,19 @@ def test_two_sessions_on_one_policy_do_not_disturb_each_other(coefficient):
         return play([Session(pretrained(remembering, **settings), episode=episode)], steps, first)[:, 0]
 
     shared = pretrained(remembering, **settings)
-    one, other = Session(shared, episode=7), Session(shared, episode=8)
-    played = [play([one], 3, first=50)[:, 0]]  # is three steps ahead when the other begins
+    first, second = Session(shared, episode=7), Session(shared, episode=8)
+    played = [play([first], 3, first=50)[:, 0]]  # is three steps ahead when the other begins
     together = []
     for step in range(6):
         together.append(
             act_together(
-                [one, other],
+                [first, second],
                 [{STATE: np.full(4, 53 + step, np.float32)}, {STATE: np.full(4, step, np.float32)}],
                 ["", ""],
             )
         )
         if step == 3:
-            other.reset(9)  # a new episode of one is none of the other's business
+            second.reset(9)  # a new episode of one is none of the other's business
     together = np.stack(together)
     np.testing.assert_array_equal(np.concatenate([played[0], together[:, 0]]), alone(7, 9, 50))
     np.testing.assert_array_equal(together[:4, 1], alone(8, 4, 0))
@@ -189,32 +189,32 @@ def test_two_sessions_on_one_policy_do_not_disturb_each_other(coefficient):
 
 
 def test_robots_that_ask_together_are_one_batch():
-    asked = []
+    sizes = []
 
     def predict(batch, noise):
-        asked.append(len(batch[STATE]))
+        sizes.append(len(batch[STATE]))
         return remembering(batch, noise)
 
     playing = sessions(predict, n_action_steps=2)
     play(playing, 4)
-    assert asked == [BATCH, BATCH]
+    assert sizes == [BATCH, BATCH]
 
 
 def test_a_chunk_without_a_session_keeps_nothing():
     shared = pretrained(remembering)
-    seen = {STATE: np.zeros((2, 4), np.float32)}
-    first, again = shared.chunk(seen, ["", ""]), shared.chunk(seen, ["", ""])
+    observed = {STATE: np.zeros((2, 4), np.float32)}
+    first, again = shared.chunk(observed, ["", ""]), shared.chunk(observed, ["", ""])
     assert first.shape == (2, CHUNK, 2)
     np.testing.assert_array_equal(first, again)
 
 
 def test_memory_ends_with_the_episode():
-    found = []
+    memories = []
 
     def predict(batch, noise):
         last = batch["memory"].get("last")
-        found.append(last if last is None else last.tolist())
-        batch["memory"]["last"] = torch.full((BATCH,), float(len(found)))
+        memories.append(last if last is None else last.tolist())
+        batch["memory"]["last"] = torch.full((BATCH,), float(len(memories)))
         return torch.zeros(BATCH, CHUNK, 2)
 
     playing = sessions(predict)
@@ -222,7 +222,7 @@ def test_memory_ends_with_the_episode():
     for session in playing:
         session.reset()
     play(playing, 2)
-    assert found == [None, [1.0] * BATCH, None, [3.0] * BATCH]
+    assert memories == [None, [1.0] * BATCH, None, [3.0] * BATCH]
 
 
 @pytest.mark.parametrize("wrong", [5, torch.zeros(BATCH + 1)])

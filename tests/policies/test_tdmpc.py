@@ -72,10 +72,10 @@ def noise(*samples: int) -> Noise:
 
 
 def test_a_sample_s_loss_does_not_depend_on_its_batch():
-    whole, made = policy(), batch(5)
-    together = whole.loss(made, noise(*range(5))).per_sample
+    tdmpc, made = policy(), batch(5)
+    together = tdmpc.loss(made, noise(*range(5))).per_sample
     part = {key: value[3:] for key, value in made.items()}
-    torch.testing.assert_close(whole.loss(part, noise(3, 4)).per_sample, together[3:])
+    torch.testing.assert_close(tdmpc.loss(part, noise(3, 4)).per_sample, together[3:])
 
 
 def test_padding_does_not_count():
@@ -124,8 +124,8 @@ def test_planning_finds_the_way():
     starts = torch.tensor([[0.0], [0.6], [2.0]])
     actions, mean = plan(Line(), config, starts, noise(0, 1, 2), None)
     assert actions.shape == mean.shape == (3, 4, 1)
-    there = starts + 0.3 * mean[:, :2].sum(1)  # two steps are enough for the first, and none for the second
-    np.testing.assert_allclose(there[:2], 0.6, atol=0.1)
+    ends = starts + 0.3 * mean[:, :2].sum(1)  # two steps are enough for the first, and none for the second
+    np.testing.assert_allclose(ends[:2], 0.6, atol=0.1)
     np.testing.assert_allclose(mean[2], -1, atol=0.3)
     alone, _ = plan(Line(), config, starts[1:2], noise(1), None)
     torch.testing.assert_close(alone, actions[1:2])  # whatever is planned beside it
@@ -133,11 +133,11 @@ def test_planning_finds_the_way():
 
 def test_a_plan_is_started_from_the_last_one_of_the_episode():
     made = policy().eval()
-    seen = {IMAGE: torch.rand(1, 3, 32, 32), STATE: torch.randn(1, 2), MEMORY: {}}
+    observed = {IMAGE: torch.rand(1, 3, 32, 32), STATE: torch.randn(1, 2), MEMORY: {}}
     with torch.no_grad():
-        first = made.predict(seen, noise(0))
-        assert not torch.equal(made.predict(seen, noise(0)), first)
-        torch.testing.assert_close(made.predict({**seen, MEMORY: {}}, noise(0)), first)
+        first = made.predict(observed, noise(0))
+        assert not torch.equal(made.predict(observed, noise(0)), first)
+        torch.testing.assert_close(made.predict({**observed, MEMORY: {}}, noise(0)), first)
     assert first.shape == (1, 2, 2) and torch.equal(first[:, 0], first[:, 1])
 
 

@@ -12,7 +12,7 @@ from flexor.policies.tdmpc.policy import TDMPC
 from flexor.sim.record import EVAL_SEED_START, record_dataset
 from support import runs
 
-SEEN = "environment_state_agent_pos"  # where things are instead of pictures: minutes become seconds
+OBS_TYPE = "environment_state_agent_pos"  # where things are instead of pictures: minutes become seconds
 FLAGS = [
     "--policy.type=tdmpc",
     "--policy.device=cpu",
@@ -30,7 +30,7 @@ FLAGS = [
 
 @pytest.mark.slow
 def test_acting_as_learned_from_rewards_beats_acting_untrained(tmp_path):
-    data = record_dataset(tmp_path / "data", episodes=50, obs_type=SEEN)
+    data = record_dataset(tmp_path / "data", episodes=50, obs_type=OBS_TYPE)
     more = ("--steps=250", "--batch_size=64", "--save_freq=0", "--log_freq=100", "--optimizer.lr=2e-3")
     trained = load_pretrained(str(runs.train(data, tmp_path / "run", FLAGS, *more)))
     learned = play(trained)
@@ -42,5 +42,5 @@ def test_acting_as_learned_from_rewards_beats_acting_untrained(tmp_path):
 
 def play(pretrained: Pretrained) -> Summary:
     seeds = range(EVAL_SEED_START, EVAL_SEED_START + 20)
-    env = partial(make_env, "place", obs_type=SEEN)
+    env = partial(make_env, "place", obs_type=OBS_TYPE)
     return summarize(rollout(env, PolicyActor(pretrained), seeds, batch_size=20))

@@ -23,9 +23,9 @@ SIZE = 6  # of a batch
 
 
 def make(**settings) -> VQBeT:
-    given = {**TINY, "input_features": INPUTS, "output_features": OUTPUTS, **settings}
+    fields = {**TINY, "input_features": INPUTS, "output_features": OUTPUTS, **settings}
     torch.manual_seed(0)
-    return VQBeT(VQBeTConfig(**given)).train()
+    return VQBeT(VQBeTConfig(**fields)).train()
 
 
 def a_batch(config: VQBeTConfig) -> dict:
@@ -36,8 +36,8 @@ def a_batch(config: VQBeTConfig) -> dict:
 
 
 def part(batch: dict, begin: int, end: int) -> tuple[dict, Noise]:
-    own = {key: value[begin:end] for key, value in batch.items()}
-    return own, Noise(0, 7, own["index"])
+    selected = {key: value[begin:end] for key, value in batch.items()}
+    return selected, Noise(0, 7, selected["index"])
 
 
 def trained(policy: VQBeT) -> set[str]:
@@ -53,15 +53,15 @@ def flags(policy: VQBeT) -> tuple[bool, bool]:
 
 def test_the_phase_follows_from_the_step():
     policy = make(n_vqvae_training_steps=3)
-    seen = []
+    phases = []
     for step in range(5):
         policy.begin_step(step)
-        seen.append((trained(policy), flags(policy)))
+        phases.append((trained(policy), flags(policy)))
     vocabulary, behavior = {"vqvae"}, {"rest"}
     # saved after the third step, it is a policy whose vocabulary is trained
-    assert seen[:2] == [(vocabulary, (False, False))] * 2
-    assert seen[2] == (vocabulary, (True, True))
-    assert seen[3:] == [(behavior, (True, True))] * 2
+    assert phases[:2] == [(vocabulary, (False, False))] * 2
+    assert phases[2] == (vocabulary, (True, True))
+    assert phases[3:] == [(behavior, (True, True))] * 2
 
 
 def test_every_parameter_is_trained_in_one_of_the_phases():
@@ -84,8 +84,8 @@ def test_goes_on_in_the_phase_it_was_saved_in(step):
         policy.begin_step(done)
         trained(policy)
     again.load_state_dict(policy.state_dict())
-    for one in (policy, again):
-        one.begin_step(step)
+    for each in (policy, again):
+        each.begin_step(step)
     assert trained(policy) == trained(again)
     assert_same_state(policy, again, 0)
 
@@ -103,18 +103,18 @@ def test_a_trained_vocabulary_is_not_trained_again():
 
 
 def test_codes_learn_from_all_micro_batches_of_a_step_alike():
-    whole, split = make(), make()
-    batch = a_batch(whole.config)
+    undivided, split = make(), make()
+    batch = a_batch(undivided.config)
     for step in range(2):
-        for policy, parts in ((whole, [(0, 6)]), (split, [(0, 1), (1, 4), (4, 6)])):
+        for policy, parts in ((undivided, [(0, 6)]), (split, [(0, 1), (1, 4), (4, 6)])):
             policy.begin_step(step)
             policy.zero_grad()
             for begin, end in parts:
                 (policy.loss(*part(batch, begin, end)).per_sample.sum() / SIZE).backward()
-        for one, other in zip(whole.parameters(), split.parameters()):
-            assert (one.grad is None) == (other.grad is None)
-            assert one.grad is None or torch.allclose(one.grad, other.grad, atol=1e-6)
-        assert_same_state(whole, split, 1e-5)
+        for parameter, other in zip(undivided.parameters(), split.parameters()):
+            assert (parameter.grad is None) == (other.grad is None)
+            assert parameter.grad is None or torch.allclose(parameter.grad, other.grad, atol=1e-6)
+        assert_same_state(undivided, split, 1e-5)
 
 
 def test_held_out_data_teaches_no_codes():
@@ -133,9 +133,9 @@ def test_a_samples_loss_does_not_depend_on_its_batch(settings):
     if not policy.config.use_group_norm:
         policy.eval()  # while training, batch normalisation is of the batch of all ranks
     batch = a_batch(policy.config)
-    whole = policy.loss(*part(batch, 0, SIZE))
+    loss = policy.loss(*part(batch, 0, SIZE))
     parts = [policy.loss(*part(batch, begin, begin + 2)) for begin in range(0, SIZE, 2)]
-    assert torch.allclose(whole.per_sample, torch.cat([p.per_sample for p in parts]), rtol=1e-5)
+    assert torch.allclose(loss.per_sample, torch.cat([p.per_sample for p in parts]), rtol=1e-5)
     chunks = [policy.eval().predict(*part(batch, begin, begin + 2)) for begin in range(0, SIZE, 2)]
     assert torch.allclose(policy.predict(*part(batch, 0, SIZE)), torch.cat(chunks), atol=1e-5)
 
@@ -144,8 +144,8 @@ def test_codes_are_drawn_as_likely_as_they_are_predicted():
     policy = make(bet_softmax_temperature=0.5)
     logits = torch.tensor([0.0, 0.4, -0.3, 1.0, 0.2, -2.0])
     noise = Noise(0, 0, torch.arange(20_000))
-    drawn = policy.vqbet.action_head._draw(logits, noise.uniform("codes", (20_000, 6)))
-    shares = torch.bincount(drawn, minlength=6) / len(drawn)
+    codes = policy.vqbet.action_head._draw(logits, noise.uniform("codes", (20_000, 6)))
+    shares = torch.bincount(codes, minlength=6) / len(codes)
     assert torch.allclose(shares, (logits / 0.5).softmax(-1), atol=0.01)
 
 
@@ -174,8 +174,8 @@ def test_lower_precision_stays_near(step):
     for begun in range(step + 1):
         policy.begin_step(begun)
     batch = a_batch(policy.config)
-    seen = policy.vqbet.rgb_encoder(batch[CAMERA], part(batch, 0, SIZE)[1])
-    policy.vqbet.rgb_encoder.forward = lambda *_: seen  # a CPU takes a minute for one picture in bfloat16
+    features = policy.vqbet.rgb_encoder(batch[CAMERA], part(batch, 0, SIZE)[1])
+    policy.vqbet.rgb_encoder.forward = lambda *_: features  # a CPU takes a minute for one picture in bfloat16
     full = policy.loss(*part(batch, 0, SIZE)).per_sample
     with torch.autocast("cpu", torch.bfloat16):
         low = policy.loss(*part(batch, 0, SIZE)).per_sample
@@ -213,6 +213,6 @@ def test_refuses_what_cannot_be(settings, message):
         make(**settings)
 
 
-def assert_same_state(one: VQBeT, other: VQBeT, tolerance: float) -> None:
-    for (name, mine), theirs in zip(one.state_dict().items(), other.state_dict().values()):
+def assert_same_state(vqbet: VQBeT, other: VQBeT, tolerance: float) -> None:
+    for (name, mine), theirs in zip(vqbet.state_dict().items(), other.state_dict().values()):
         assert torch.allclose(mine.float(), theirs.float(), atol=tolerance, rtol=0), name

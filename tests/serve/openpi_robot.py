@@ -14,7 +14,7 @@ from openpi_client.websocket_client_policy import WebsocketClientPolicy
 
 def main(host, port, horizon=None):
     policy = WebsocketClientPolicy(host=host, port=int(port))
-    asked = policy if horizon is None else ActionChunkBroker(policy, action_horizon=int(horizon))
+    source = policy if horizon is None else ActionChunkBroker(policy, action_horizon=int(horizon))
     print(sorted(policy.get_server_metadata()), file=sys.stderr)
     while True:
         length = sys.stdin.buffer.read(4)
@@ -24,11 +24,11 @@ def main(host, port, horizon=None):
             observation = {name: file[name] for name in file.files}
         observation["prompt"] = str(observation["prompt"])
         if observation.pop("reset"):
-            asked.reset()
+            source.reset()
             observation["flexor"] = {"episode": int(observation.pop("episode"))}
         else:
             observation.pop("episode")
-        result = asked.infer(observation)
+        result = source.infer(observation)
         assert set(result) >= {"actions", "server_timing", "policy_timing"}, result.keys()
         out = io.BytesIO()
         np.save(out, result["actions"])

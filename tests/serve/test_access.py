@@ -19,14 +19,14 @@ from flexor.serve.access import foreign_name, has_key, is_foreign_page, names_of
 from flexor.serve.settings import ServeSettings
 from flexor_client.wire import pack, unpack
 from support.limits import LIMIT_S
-from support.serving import Talk, get, needs_linux, numbers, observation, serving
+from support.serving import RawClient, get, needs_linux, numbers, observation, serving
 
 KEY = "a key:with a colon"
 BASIC = "Basic " + base64.b64encode(f"anybody:{KEY}".encode()).decode()
 
 
 @pytest.mark.parametrize(
-    ("given", "fits"),
+    ("authorizations", "fits"),
     [
         ([f"Api-Key {KEY}"], True),
         ([f"api-key {KEY}"], True),
@@ -43,8 +43,8 @@ BASIC = "Basic " + base64.b64encode(f"anybody:{KEY}".encode()).decode()
         ([f"Api-Key {KEY}", f"Api-Key {KEY}"], False),
     ],
 )
-def test_the_key(given, fits):
-    assert has_key(Headers([("Authorization", value) for value in given]), KEY) is fits
+def test_the_key(authorizations, fits):
+    assert has_key(Headers([("Authorization", value) for value in authorizations]), KEY) is fits
     assert has_key(Headers(), None)
 
 
@@ -93,10 +93,12 @@ def test_names_of_the_server(host, allowed):
     assert foreign_name(Headers([("Host", "localhost"), ("Host", "evil.example")]), NAMES) is not None
 
 
-def ask_for(url: str, name: str, **settings: Any) -> Talk:
+def ask_for(url: str, name: str, **settings: Any) -> RawClient:
     """Connect to a server as if its address were behind another name."""
     port = urlsplit(url).port
-    return Talk(f"ws://{name}:{port}", sock=socket.create_connection(("127.0.0.1", port), 30), **settings)
+    return RawClient(
+        f"ws://{name}:{port}", sock=socket.create_connection(("127.0.0.1", port), LIMIT_S), **settings
+    )
 
 
 @pytest.mark.parametrize("processes", [0, pytest.param(1, marks=needs_linux)])
@@ -138,21 +140,21 @@ def test_with_a_key_only_its_owners_see_anything():
         assert get(url, "/nothing", Authorization=BASIC)[0] == 404
         for headers in ({}, {"Authorization": "Api-Key wrong"}):
             with pytest.raises(InvalidStatus, match="401"):
-                Talk(url, additional_headers=headers)
-        with Talk(url, additional_headers={"Authorization": f"Api-Key {KEY}"}) as robot:
+                RawClient(url, additional_headers=headers)
+        with RawClient(url, additional_headers={"Authorization": f"Api-Key {KEY}"}) as robot:
             assert "actions" in robot.ask(observation(1))
         with pytest.raises(InvalidStatus, match="403"):
-            Talk(url, additional_headers={"Authorization": BASIC}, origin="http://evil.example")
+            RawClient(url, additional_headers={"Authorization": BASIC}, origin="http://evil.example")
         assert server.connections.metrics.refused_connections == 4 + 2 + 1
 
 
 def test_metrics_and_status():
-    with serving(numbers()) as (url, _), Talk(url) as robot:
+    with serving(numbers()) as (url, _), RawClient(url) as robot:
         for value in (1, 2, 3):
             robot.ask(observation(value, prompt="put it <there>"))
         robot.ask(observation(1, flexor={"deadline_ms": 1, "age_ms": 2}))
         text = get(url, "/metrics")[1]
-        found = json.loads(get(url, "/status")[1])
+        page = json.loads(get(url, "/status")[1])
     lines = dict(line.rsplit(" ", 1) for line in text.splitlines() if not line.startswith("#"))
     assert lines['flexor_requests_total{result="ok"}'] == "3"
     assert lines['flexor_requests_total{result="expired"}'] == "1"
@@ -166,10 +168,10 @@ def test_metrics_and_status():
     assert buckets == sorted(buckets)
     kinds = [line.split()[2] for line in text.splitlines() if line.startswith("# TYPE")]
     assert len(kinds) == len({*kinds}) and all(name.startswith("flexor_") for name in kinds)
-    (client,) = found["clients"]
+    (client,) = page["clients"]
     assert client["requests"] == 4 and client["expired"] == 1 and client["task"] == ""
     assert next(iter(client["images"].values())).startswith("data:image/jpeg;base64,")
-    assert found["latency_ms"]["total"]["p50"] > found["latency_ms"]["model"]["p50"] > 0
+    assert page["latency_ms"]["total"]["p50"] > page["latency_ms"]["model"]["p50"] > 0
 
 
 @pytest.fixture(scope="module")
@@ -203,6 +205,6 @@ def test_tls(certificate, processes):
         trusting = ssl.create_default_context(cafile=str(files["tls_cert"]))
         asyncio.run(_ask_twice(url, trusting))
         with pytest.raises(ssl.SSLError):
-            Talk(url)
+            RawClient(url)
     with pytest.raises(ConfigError, match="PEM files that belong together"):
         ServeSettings(tls_cert=files["tls_key"], tls_key=files["tls_key"]).tls()

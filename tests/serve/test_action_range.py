@@ -64,7 +64,7 @@ def test_statistics_that_tell_nothing(statistics):
 
 
 def test_robots_are_told_and_refuse_what_is_absurd():
-    with serving(policy(EXTREMES)) as (url, _), RemotePolicy(url) as remote:
+    with serving(policy(EXTREMES)) as (url, _), RemotePolicy(url, timeout_s=LIMIT_S) as remote:
         assert remote.metadata["action_range"] == {"low": [-2, 0], "high": [2, 1]}
         player = RealTimePlayer(remote, fps=10)
         player.wait(observation(0.5), timeout_s=LIMIT_S)
@@ -73,5 +73,5 @@ def test_robots_are_told_and_refuse_what_is_absurd():
         player.wait(observation(50), timeout_s=LIMIT_S)
         with pytest.raises(LimitError, match="part 0 is 50, but in the training data it is from -2 to 2"):
             player.act(observation(50))
-    with serving(numbers()) as (url, _), RemotePolicy(url) as remote:
+    with serving(numbers()) as (url, _), RemotePolicy(url, timeout_s=LIMIT_S) as remote:
         assert "action_range" not in remote.metadata

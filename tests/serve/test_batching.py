@@ -22,9 +22,9 @@ def job(session: str) -> ServeJob:
 def test_a_pause_is_judged_by_the_last_two():
     pauses = RobotPauses()
     assert pauses.end() == math.inf
-    for asked, answered in [(1.0, 2.0), (2.5, 3.0), (9.0, 9.1), (9.4, 10.0)]:
-        pauses.ask(asked)
-        pauses.answer(answered)
+    for asked_at, answered_at in [(1.0, 2.0), (2.5, 3.0), (9.0, 9.1), (9.4, 10.0)]:
+        pauses.ask(asked_at)
+        pauses.answer(answered_at)
     assert [*pauses.last] == pytest.approx([6.0, 0.3])  # one long pause is not the usual one
     assert pauses.end() == pytest.approx(10.3)
 

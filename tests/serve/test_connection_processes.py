@@ -33,7 +33,7 @@ from support.limits import LIMIT_S, wait_for
 from support.serving import (
     CAMERA,
     STATE,
-    Talk,
+    RawClient,
     ask_at_once,
     expected,
     get,
@@ -50,13 +50,13 @@ pytestmark = needs_linux
 def test_clients_of_several_processes():
     with serving(numbers(), processes=2, max_clients=3, api_key="key") as (url, server):
         key = {"Authorization": "Api-Key key"}
-        robots = [Talk(url, additional_headers=key) for _ in range(3)]
+        robots = [RawClient(url, additional_headers=key) for _ in range(3)]
         assert [*server.connections.loop.clients] == [1]  # the first one stays with the model
-        assert [len(one.clients) for one in server.processes.running] == [1, 1]
+        assert [len(process.clients) for process in server.processes.running] == [1, 1]
         with pytest.raises(InvalidStatus, match="503"):
-            Talk(url, additional_headers=key)
+            RawClient(url, additional_headers=key)
         with pytest.raises(InvalidStatus, match="401"):
-            Talk(url)
+            RawClient(url)
         for value, robot in enumerate(robots):
             for flexor in ({}, {"flexor": {"id": 5, "episode": 2, "step": 7}}):
                 reply = robot.ask(observation(value, prompt=f"robot {value}", **flexor))
@@ -72,10 +72,10 @@ def test_clients_of_several_processes():
             assert late["expired"]["age_ms"] >= 2 and late["flexor"]["episode"] == 2  # the robot's, as before
         # whichever process is asked, it speaks for all
         for _ in range(3):
-            found = json.loads(get(url, "/status", **key)[1])
-            assert [client["task"] for client in found["clients"]] == ["", "robot 1", "robot 2"]
-            assert [client["requests"] for client in found["clients"]] == [4, 4, 2]
-            assert all([*client["images"]] == [CAMERA] for client in found["clients"])
+            page = json.loads(get(url, "/status", **key)[1])
+            assert [client["task"] for client in page["clients"]] == ["", "robot 1", "robot 2"]
+            assert [client["requests"] for client in page["clients"]] == [4, 4, 2]
+            assert all([*client["images"]] == [CAMERA] for client in page["clients"])
             lines = get(url, "/metrics", **key)[1].splitlines()
             for line in ('flexor_requests_total{result="ok"} 8', "flexor_clients 3", "flexor_sessions 3"):
                 assert line in lines
@@ -84,12 +84,12 @@ def test_clients_of_several_processes():
             robot.socket.close()
         wait_for(lambda: not server.model.clients)
         assert not server.model.batcher.pauses
-        assert not any(one.sessions for one in server.processes.running)
+        assert not any(process.sessions for process in server.processes.running)
 
 
 def test_a_process_that_dies_costs_only_its_own_clients():
     with serving(numbers(), processes=2) as (url, server):
-        with Talk(url) as one, Talk(url) as other:
+        with RawClient(url) as survivor, RawClient(url) as other:
             dying = next(process for process in server.processes.running if process.clients)
             other.ask(observation(1))
             counted = 'flexor_requests_total{result="ok"} %d'
@@ -97,14 +97,13 @@ def test_a_process_that_dies_costs_only_its_own_clients():
             dying.process.send_signal(signal.SIGKILL)
             with pytest.raises(ConnectionClosed):
                 other.socket.recv(timeout=LIMIT_S)
-            np.testing.assert_array_equal(one.ask(observation(2))["actions"], expected(2))
-            with Talk(url) as again:
+            np.testing.assert_array_equal(survivor.ask(observation(2))["actions"], expected(2))
+            with RawClient(url) as again:
                 np.testing.assert_array_equal(again.ask(observation(3))["actions"], expected(3))
-            wait_for(lambda: len(server.processes.running) == 2)
-            assert dying not in server.processes.running
+            wait_for(lambda: len(server.processes.running) == 2 and dying not in server.processes.running)
             for _ in range(3):  # whichever process is asked
                 assert counted % 3 in get(url, "/metrics")[1].splitlines()
-        children = [one.process for one in server.processes.running]
+        children = [process.process for process in server.processes.running]
     assert all(child.returncode == 0 for child in children)
 
 
@@ -128,11 +127,11 @@ def frozen(monkeypatch):
 
 def test_a_process_that_is_frozen_gets_no_robots_and_is_replaced(frozen):
     with serving(numbers(), processes=2) as (url, server), ExitStack() as stack:
-        first, stuck = (stack.enter_context(Talk(url)) for _ in range(2))
+        first, stuck = (stack.enter_context(RawClient(url)) for _ in range(2))
         stopped = frozen.process = next(process for process in server.processes.running if process.clients)
         stopped.process.send_signal(signal.SIGSTOP)
         for value in range(4):  # these may not wait until it is replaced
-            robot = stack.enter_context(Talk(url))
+            robot = stack.enter_context(RawClient(url))
             np.testing.assert_array_equal(robot.ask(observation(value))["actions"], expected(value))
         assert len(stopped.clients) == 1
         frozen.over = True
@@ -140,23 +139,23 @@ def test_a_process_that_is_frozen_gets_no_robots_and_is_replaced(frozen):
             stuck.socket.recv(timeout=LIMIT_S)
         wait_for(lambda: len(server.processes.running) == 2 and stopped not in server.processes.running)
         assert stopped.process.wait(LIMIT_S) == -signal.SIGKILL
-        for talk in (first, robot, stack.enter_context(Talk(url))):
-            np.testing.assert_array_equal(talk.ask(observation(7))["actions"], expected(7))
+        for client in (first, robot, stack.enter_context(RawClient(url))):
+            np.testing.assert_array_equal(client.ask(observation(7))["actions"], expected(7))
 
 
 @pytest.mark.parametrize("processes", [0, 2])
 def test_a_rush_of_clients_does_not_exceed_the_limit(processes):
-    def arrive(_: int) -> Talk | None:
+    def arrive(_: int) -> RawClient | None:
         try:
-            return Talk(url)
+            return RawClient(url)
         except (InvalidStatus, ConnectionClosed):
             return None
 
     with serving(numbers(), processes=processes, max_clients=3) as (url, server):
         with ThreadPoolExecutor(16) as threads:
-            there = [robot for robot in threads.map(arrive, range(16)) if robot]
-        assert len(there) == len(server.model.clients) == 3
-        for robot in there:
+            robots = [robot for robot in threads.map(arrive, range(16)) if robot]
+        assert len(robots) == len(server.model.clients) == 3
+        for robot in robots:
             np.testing.assert_array_equal(robot.ask(observation(1))["actions"], expected(1))
             robot.socket.close()
 
@@ -211,7 +210,7 @@ def test_a_soak():
         soak.run()
         wait_for(lambda: not server.model.clients)
         assert not server.model.batcher.pauses and not server.model.batcher.waiting
-        assert not any(one.process.returncode for one in server.processes.running)
+        assert not any(process.process.returncode for process in server.processes.running)
     assert soak.wrong == []
 
 
@@ -227,15 +226,15 @@ def test_shared_observations(steps, last):
     rng, memory = np.random.default_rng(0), os.memfd_create("test")
     writes, reads = (SharedObservations(memory, form, 3) for _ in range(2))
     os.close(memory)
-    given = {}
+    written = {}
     for number in range(3):
         stacked = bool(steps) and number == 1
         more = (2,) if stacked else ()
         image = rng.integers(0, 256, (*more, 4, 5, 3) if last else (*more, 3, 4, 5), np.uint8)
         image = np.moveaxis(image, -1, -3) if last else image
-        given[number] = {"eye": image, "joints": rng.normal(size=(*more, 7)).astype(np.float32)}, stacked
-        writes.write(number, *given[number])
-    for number, (observed, stacked) in given.items():
+        written[number] = {"eye": image, "joints": rng.normal(size=(*more, 7)).astype(np.float32)}, stacked
+        writes.write(number, *written[number])
+    for number, (observed, stacked) in written.items():
         for name, array in reads.view(number, stacked).items():
             np.testing.assert_array_equal(array, observed[name])
 
@@ -248,8 +247,8 @@ class Remembers(Policy):
         self.weight = torch.nn.Parameter(torch.zeros(()))
 
     def predict(self, batch, noise):
-        seen = 255 * batch[CAMERA].float().mean((2, 3, 4))  # [B, T]
-        return seen[:, None].expand(-1, len(self.config.action_deltas), -1)
+        brightness = 255 * batch[CAMERA].float().mean((2, 3, 4))  # [B, T]
+        return brightness[:, None].expand(-1, len(self.config.action_deltas), -1)
 
 
 def test_a_history_is_kept_of_every_robot():
@@ -263,15 +262,15 @@ def test_a_history_is_kept_of_every_robot():
         normalization_mapping=dict.fromkeys(("VISUAL", "STATE", "ACTION"), "IDENTITY"),
     )
     policy = Pretrained(Remembers(config), *config.pipelines({}, "cpu"))
-    with serving(policy, processes=1) as (url, _), Talk(url) as one, Talk(url) as other:
+    with serving(policy, processes=1) as (url, _), RawClient(url) as first, RawClient(url) as second:
         for before, now in ((1, 1), (1, 5), (5, 2)):
-            for robot, more in ((one, 0), (other, 100)):
+            for robot, more in ((first, 0), (second, 100)):
                 image = np.full((8, 8, 3), now + more, np.uint8)
-                found = robot.ask(observation() | {CAMERA: image})["actions"][0]
-                np.testing.assert_allclose(found, [before + more, now + more], rtol=1e-4)
+                actions = robot.ask(observation() | {CAMERA: image})["actions"][0]
+                np.testing.assert_allclose(actions, [before + more, now + more], rtol=1e-4)
         both = np.stack([np.full((3, 8, 8), value, np.uint8) for value in (40, 50)])
-        found = one.ask({CAMERA: both, STATE: np.zeros((2, 3))})["actions"][0]
-        np.testing.assert_allclose(found, [40, 50], rtol=1e-4)
+        actions = first.ask({CAMERA: both, STATE: np.zeros((2, 3))})["actions"][0]
+        np.testing.assert_allclose(actions, [40, 50], rtol=1e-4)
 
 
 def test_they_do_without_torch():

@@ -22,10 +22,10 @@ EPISODES, STEPS = 2, 9
 
 @pytest.fixture(scope="module")
 def openpi() -> Path:
-    found = openpi_python()
-    if isinstance(found, str):
-        pytest.skip(found)
-    return found
+    python = openpi_python()
+    if isinstance(python, str):
+        pytest.skip(python)
+    return python
 
 
 class Robot:
@@ -56,11 +56,11 @@ def episodes(act) -> np.ndarray:
     """The actions of some episodes, [episodes, steps, A]. `act(observation, episode, step)`."""
     env, taken = make_env("place", image_size=32), []
     for episode in range(EPISODES):
-        seen, _ = env.reset(seed=episode)
+        observed, _ = env.reset(seed=episode)
         for step in range(STEPS):
-            action = act(observation_to_batch(seen), episode, step)
+            action = act(observation_to_batch(observed), episode, step)
             taken.append(action)
-            seen, *_ = env.step(action)
+            observed, *_ = env.step(action)
     env.close()
     return np.array(taken).reshape(EPISODES, STEPS, -1)
 
@@ -92,7 +92,7 @@ def test_the_published_client_acts_as_local_inference(openpi, policy):
     chunks = policy.policy.config.type == "act"
     with serving(policy, reply="chunk" if chunks else "action") as (url, _):
         robot = Robot(openpi, url, *([str(policy.policy.config.action_steps)] if chunks else []))
-        got = episodes(lambda seen, episode, step: robot.act(seen, episode, step == 0).reshape(-1))
+        got = episodes(lambda observed, episode, step: robot.act(observed, episode, step == 0).reshape(-1))
         assert robot.end() == 0
     np.testing.assert_array_equal(got, local(policy))
     assert len(np.unique(got.round(6))) > 10

@@ -24,7 +24,7 @@ from support.serving import (
     CAMERA,
     SIZE,
     STATE,
-    Talk,
+    RawClient,
     expected,
     needs_linux,
     numbers,
@@ -48,9 +48,9 @@ def read(message, config=CONFIG, names=()) -> PolicyRequest:
 
 @pytest.mark.parametrize("image", [PIXELS, PIXELS.transpose(2, 0, 1)])
 def test_images_may_have_their_channels_first_or_last(image):
-    asked = read(observation() | {CAMERA: image})
-    np.testing.assert_array_equal(asked.observation[CAMERA], PIXELS.transpose(2, 0, 1))
-    assert not asked.stacked and asked.options is None and asked.task == ""
+    request = read(observation() | {CAMERA: image})
+    np.testing.assert_array_equal(request.observation[CAMERA], PIXELS.transpose(2, 0, 1))
+    assert not request.stacked and request.options is None and request.task == ""
 
 
 def test_a_jpeg_file_is_decoded():
@@ -69,10 +69,10 @@ def test_names_are_keys_or_paths():
         "observation": {"joints": np.array([1, 2, 3.0])},
         "prompt": "go",
     }
-    one, other = read(flat, names=names), read(nested, names=names)
+    from_flat, from_nested = read(flat, names=names), read(nested, names=names)
     for name in (CAMERA, STATE):
-        np.testing.assert_array_equal(one.observation[name], other.observation[name])
-    assert one.task == other.task == "go" and one.observation[STATE].dtype == np.float32
+        np.testing.assert_array_equal(from_flat.observation[name], from_nested.observation[name])
+    assert from_flat.task == from_nested.task == "go" and from_flat.observation[STATE].dtype == np.float32
 
 
 def test_a_policy_that_renames_is_asked_under_the_robots_names():
@@ -80,13 +80,13 @@ def test_a_policy_that_renames_is_asked_under_the_robots_names():
     policy = numbers()
     policy.preprocessor = with_renaming(policy.preprocessor, {"observation.images.front": CAMERA})
     image = observation()[CAMERA]
-    with serving(policy) as (url, _), Talk(url) as robot:
+    with serving(policy) as (url, _), RawClient(url) as robot:
         assert [*robot.metadata["inputs"]] == [STATE, "observation.images.front"]
         for name in ("observation.images.front", CAMERA):
-            asked = {STATE: np.array([3, -3, 0], np.float32), name: image}
-            np.testing.assert_array_equal(robot.ask(asked)["actions"], expected(3))
+            message = {STATE: np.array([3, -3, 0], np.float32), name: image}
+            np.testing.assert_array_equal(robot.ask(message)["actions"], expected(3))
         assert "needs observation.images.front" in robot.ask({STATE: [1, 2, 3]})
-    with serving(policy, {CAMERA: "eye"}) as (url, _), Talk(url) as robot:
+    with serving(policy, {CAMERA: "eye"}) as (url, _), RawClient(url) as robot:
         np.testing.assert_array_equal(robot.ask({STATE: [3, -3, 0], "eye": image})["actions"], expected(3))
         assert "needs eye" in robot.ask(observation(3))
 
@@ -196,9 +196,13 @@ def test_robots_with_different_cameras_are_served_together(processes, log_lines)
     config.input_features["observation.images.side"] = PolicyFeature(Kind.VISUAL, (3, 4, 5))
     config.can_act_without = lambda names: {*names} <= {"observation.images.side"}
     side = {"observation.images.side": np.zeros((4, 5, 3), np.uint8)}
-    with serving(pretrained, processes=processes) as (url, _), Talk(url) as one, Talk(url) as two:
+    with (
+        serving(pretrained, processes=processes) as (url, _),
+        RawClient(url) as first,
+        RawClient(url) as second,
+    ):
         for value in (1.0, 2.0):
-            for robot, more in ((one, side), (two, {}), (two, side), (one, {})):
+            for robot, more in ((first, side), (second, {}), (second, side), (first, {})):
                 reply = robot.ask(observation(value, **more))
                 np.testing.assert_array_equal(reply["actions"], expected(value))
 

@@ -12,7 +12,6 @@ from contextlib import contextmanager
 import numpy as np
 import pytest
 from websockets.exceptions import ConnectionClosed, ConnectionClosedError
-from websockets.sync.client import connect
 
 from flexor.core.errors import ConfigError
 from flexor.serve import clients, connections, rate_limit
@@ -22,12 +21,13 @@ from flexor_client.jpeg import encode_jpeg
 from flexor_client.wire import pack
 from support.hostile_requests import hostile_requests
 from support.limits import LIMIT_S, wait_for
+from support.ports import ReservedPort
 from support.serving import (
     CAMERA,
     CHUNK,
     SIZE,
     STATE,
-    Talk,
+    RawClient,
     ask_at_once,
     expected,
     get,
@@ -45,7 +45,7 @@ def url():
 
 
 def test_a_plain_client_gets_metadata_and_chunks(url):
-    with Talk(url) as robot:
+    with RawClient(url) as robot:
         assert robot.metadata["actions"] == [CHUNK, 2] and robot.metadata["reply"] == "chunk"
         first, second = robot.ask(observation(3)), robot.ask(observation(5, prompt="go"))
     np.testing.assert_array_equal(first["actions"], expected(3))
@@ -60,7 +60,7 @@ def test_a_plain_client_gets_metadata_and_chunks(url):
     "frame", [b"\xc1", b"", "text", pack({"x": 1}), pack(observation(666)), pack(observation(2e6))]
 )
 def test_an_error_is_text_then_close_1011_and_only_for_that_client(url, frame):
-    with Talk(url) as other, Talk(url) as robot:
+    with RawClient(url) as other, RawClient(url) as robot:
         assert other.ask(observation(1))["actions"].shape == (CHUNK, 2)
         assert isinstance(robot.ask_raw(frame), str)
         with pytest.raises(ConnectionClosedError) as closed:
@@ -71,7 +71,7 @@ def test_an_error_is_text_then_close_1011_and_only_for_that_client(url, frame):
 
 def test_images_may_be_jpeg_files(url):
     image = np.zeros((SIZE, SIZE, 3), np.uint8)
-    with Talk(url) as robot:
+    with RawClient(url) as robot:
         np.testing.assert_array_equal(
             robot.ask(observation(3) | {CAMERA: encode_jpeg(image)})["actions"], expected(3)
         )
@@ -81,11 +81,11 @@ def test_images_may_be_jpeg_files(url):
 
 
 def test_a_failing_policy_says_little_and_values_that_are_not_finite_are_not_sent(url):
-    with Talk(url) as robot:
+    with RawClient(url) as robot:
         assert (
             robot.ask(observation(666)) == "The policy failed: ZeroDivisionError. The server's log says more."
         )
-    with Talk(url) as robot:
+    with RawClient(url) as robot:
         assert "not finite" in robot.ask(observation(2e6))
     assert 'flexor_requests_total{result="not_finite"}' in get(url, "/metrics")[1]
 
@@ -93,7 +93,7 @@ def test_a_failing_policy_says_little_and_values_that_are_not_finite_are_not_sen
 def test_one_action_at_a_time():
     """The server keeps the chunk: the policy is asked at every fourth step only."""
     policy = numbers()
-    with serving(policy, reply="action") as (url, _), Talk(url) as robot:
+    with serving(policy, reply="action") as (url, _), RawClient(url) as robot:
         assert robot.metadata["reply"] == "action"
         policy.policy.batches.clear()
         got = [robot.ask(observation(10 * step))["actions"] for step in range(6)]
@@ -104,21 +104,24 @@ def test_one_action_at_a_time():
         again = robot.ask(observation(7, flexor={"reset": True, "episode": 2}))
         assert again["actions"].tolist() == [[7, -7]]
         assert again["flexor"] == {"step": 0, "episode": 2, "batch": 1}
-    with serving(numbers(n_action_steps=1, temporal_ensemble_coeff=0.01)) as (url, _), Talk(url) as robot:
+    with (
+        serving(numbers(n_action_steps=1, temporal_ensemble_coeff=0.01)) as (url, _),
+        RawClient(url) as robot,
+    ):
         assert robot.metadata["reply"] == "action"
         assert robot.ask(observation(1))["actions"].shape == (1, 2)
 
 
 def test_sessions_of_one_connection_are_separate_and_a_new_connection_begins_anew():
     with serving(numbers(), reply="action", max_sessions=2) as (url, _):
-        with Talk(url) as robot:
+        with RawClient(url) as robot:
             for value, name in ((0, "a"), (100, "b"), (7, "a"), (7, "b")):
                 got = robot.ask(observation(value, flexor={"session": name, "id": name}))
                 assert got["flexor"]["id"] == name
                 start = 0 if name == "a" else 100
                 assert got["actions"][0, 0] == start + (value == 7)
             assert "at most 2 sessions" in robot.ask(observation(1, flexor={"session": "c"}))
-        with Talk(url) as robot:
+        with RawClient(url) as robot:
             assert robot.ask(observation(50))["actions"][0, 0] == 50
 
 
@@ -126,19 +129,19 @@ def test_sessions_of_one_connection_are_separate_and_a_new_connection_begins_ane
 def test_all_connections_together_have_a_limited_number_of_robots(processes):
     """Each keeps observations: 64 sessions on each of 64 connections would be thousands of them."""
     with serving(numbers(), max_sessions=8, max_clients=2, processes=processes) as (url, server):
-        with Talk(url) as robot:
+        with RawClient(url) as robot:
             for name in "abcdefgh":
                 assert "actions" in robot.ask(observation(1, flexor={"session": name}))
-            with Talk(url) as other:
+            with RawClient(url) as other:
                 assert "There are 8 robots already" in other.ask(observation(1))
             assert "actions" in robot.ask(observation(1, flexor={"session": "a"}))
         wait_for(lambda: not server.model.sessions)
-        with Talk(url) as other:
+        with RawClient(url) as other:
             assert "actions" in other.ask(observation(1))
 
 
 def test_steps_count_as_the_robot_takes_them(url):
-    with Talk(url) as robot:
+    with RawClient(url) as robot:
         steps = [robot.ask(observation(1, flexor={}))["flexor"]["step"] for _ in range(3)]
         assert steps == [0, CHUNK, 2 * CHUNK]  # as many as the policy was trained to execute
         assert robot.ask(observation(1, flexor={"step": 3}))["flexor"]["step"] == 3
@@ -151,7 +154,7 @@ def test_steps_count_as_the_robot_takes_them(url):
 
 def test_a_chunk_that_is_being_executed_fades_into_the_new_one(url):
     previous = np.full((3, 2), 50, np.float32)
-    with Talk(url) as robot:
+    with RawClient(url) as robot:
         got = robot.ask(observation(10, flexor={"previous": previous, "delay": 1}))
         chunk, new = got["actions"][:, 0], expected(10)[:, 0]
         assert got["flexor"]["delay"] == 1
@@ -188,7 +191,7 @@ def test_in_a_batch_only_the_one_who_broke_it_gets_the_error():
         assert policy.policy.batches[-3:] == [2, 1, 1]  # together, then each alone
         np.testing.assert_array_equal(good["actions"], expected(5))
         assert "ZeroDivisionError" in bad
-        with Talk(url) as robot:
+        with RawClient(url) as robot:
             np.testing.assert_array_equal(robot.ask(observation(6))["actions"], expected(6))
 
 
@@ -208,8 +211,8 @@ def test_an_observation_that_is_too_old_is_said_to_be():
     policy = numbers(lambda size: (go.wait(LIMIT_S), None)[1])
     with (
         serving(policy) as (url, _),
-        Talk(url) as robot,
-        Talk(url) as other,
+        RawClient(url) as robot,
+        RawClient(url) as other,
         ThreadPoolExecutor(1) as threads,
     ):
         late = robot.ask(observation(1, flexor={"deadline_ms": 50, "age_ms": 60, "id": 4}))
@@ -235,8 +238,8 @@ def test_a_deadline_is_answered_in_time_while_the_model_is_busy(processes):
     batches, hasty = policy.policy.batches, {"deadline_ms": 300, "episode": 3}
     with (
         serving(policy, processes=processes, max_clients=2, max_batch=1) as (url, _),
-        Talk(url) as other,
-        Talk(url) as robot,
+        RawClient(url) as other,
+        RawClient(url) as robot,
         ThreadPoolExecutor(1) as threads,
     ):
         robot.ask(observation(1, flexor={"episode": 3}))
@@ -260,8 +263,8 @@ def test_a_deadline_is_answered_in_time_while_images_are_decoded():
     file = encode_jpeg(np.zeros((SIZE, SIZE, 3), np.uint8))
     with (
         serving(numbers()) as (url, server),
-        Talk(url) as robot,
-        Talk(url) as other,
+        RawClient(url) as robot,
+        RawClient(url) as other,
         ThreadPoolExecutor(1) as threads,
     ):
         robot.ask(observation(1, flexor={"episode": 5}))
@@ -282,9 +285,9 @@ def test_a_deadline_is_answered_in_time_while_images_are_decoded():
 @pytest.mark.parametrize("processes", [0, pytest.param(1, marks=needs_linux)])
 def test_hostile_requests_are_refused_and_robots_notice_nothing(processes):
     frames = hostile_requests(CAMERA, STATE, SIZE, SIZE, 3)
-    with serving(numbers(), processes=processes) as (url, _), Talk(url) as robot:
+    with serving(numbers(), processes=processes) as (url, _), RawClient(url) as robot:
         for number, (name, frame) in enumerate(frames.items()):
-            with Talk(url) as stranger:
+            with RawClient(url) as stranger:
                 answer = stranger.ask_raw(frame)
                 assert isinstance(answer, str) or name == "a long chunk", name
             np.testing.assert_array_equal(robot.ask(observation(number))["actions"], expected(number))
@@ -292,7 +295,7 @@ def test_hostile_requests_are_refused_and_robots_notice_nothing(processes):
 
 def test_a_slow_model_is_tried_again():
     """What is known of its speed must not refuse requests for ever."""
-    with serving(numbers()) as (url, server), Talk(url) as robot:
+    with serving(numbers()) as (url, server), RawClient(url) as robot:
         server.model.batcher.durations.clear()
         server.model.batcher.durations.append(2 * LIMIT_S)  # it has been slow
         replies = [robot.ask(observation(1, flexor={"deadline_ms": 1e3 * LIMIT_S})) for _ in range(20)]
@@ -307,7 +310,7 @@ def test_connections_are_kept_alive_while_the_model_is_busy(monkeypatch):
     policy = numbers(lambda size: (go.wait(LIMIT_S), None)[1])
     with (
         serving(policy, ping_s=0.1) as (url, server),
-        Talk(url) as robot,
+        RawClient(url) as robot,
         ThreadPoolExecutor(1) as threads,
     ):
         (client,) = server.connections.loop.clients.values()
@@ -328,19 +331,16 @@ def _serve_patiently(serve, *arguments, **settings):
 
 
 def test_the_port_opens_when_the_policy_is_warm():
-    seen: list[bool] = []
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    accepts: list[bool] = []
 
     def before(size: int) -> None:
         with socket.socket() as probe:
-            seen.append(probe.connect_ex(("127.0.0.1", port)) == 0)
+            accepts.append(probe.connect_ex(("127.0.0.1", port)) == 0)
 
-    with serving(numbers(before), port=port) as (url, _):
-        assert seen == [False] and url.endswith(str(port))
+    with ReservedPort() as port, serving(numbers(before), port=port) as (url, _):
+        assert accepts == [False] and url.endswith(str(port))
         before(0)
-    assert seen == [False, True]
+    assert accepts == [False, True]
 
 
 def test_faster_than_allowed_is_answered_later(monkeypatch):
@@ -354,7 +354,11 @@ def test_faster_than_allowed_is_answered_later(monkeypatch):
         waits.append(seconds)
         await sleep(0)
 
-    with serving(numbers(), requests_per_s=4) as (url, server), Talk(url) as robot, Talk(url) as other:
+    with (
+        serving(numbers(), requests_per_s=4) as (url, server),
+        RawClient(url) as robot,
+        RawClient(url) as other,
+    ):
         monkeypatch.setattr(clients, "asyncio", types.SimpleNamespace(**{**vars(asyncio), "sleep": recorded}))
         for _ in range(6):  # 4 at once, then 4 per second
             assert "actions" in robot.ask(observation(1))
@@ -365,28 +369,27 @@ def test_faster_than_allowed_is_answered_later(monkeypatch):
 
 def test_limits_on_frames_and_clients():
     with serving(numbers(), frame_bytes=2**16, max_clients=2) as (url, server):
-        with Talk(url) as one, Talk(url) as other:
+        with RawClient(url) as greedy, RawClient(url) as other:
             with pytest.raises(Exception, match="503"):
-                Talk(url)
-            one.socket.send(b"\x00" * 2**17)
+                RawClient(url)
+            greedy.socket.send(b"\x00" * 2**17)
             with pytest.raises(ConnectionClosed) as closed:
-                one.socket.recv(timeout=LIMIT_S)
+                greedy.socket.recv(timeout=LIMIT_S)
             assert closed.value.rcvd.code == 1009
             assert "actions" in other.ask(observation(1))
         wait_for(lambda: not server.model.clients)
-        with Talk(url) as one:
-            assert "actions" in one.ask(observation(1))
+        with RawClient(url) as greedy:
+            assert "actions" in greedy.ask(observation(1))
 
 
 def test_clients_that_die_in_the_middle_of_a_frame_leave_nothing_behind():
-    with serving(numbers()) as (url, server), Talk(url) as robot:
+    with serving(numbers()) as (url, server), RawClient(url) as robot:
         for cut in (1, 5, 100):
-            with connect(url, compression=None) as dying:
-                dying.recv()
+            with RawClient(url) as dying:
                 frame = pack(observation(1))
                 raw = b"\x82\xfe" + len(frame).to_bytes(2, "big") + bytes(4) + frame
-                dying.socket.sendall(raw[:cut])
-                dying.socket.shutdown(socket.SHUT_RDWR)
+                dying.socket.socket.sendall(raw[:cut])
+                dying.socket.socket.shutdown(socket.SHUT_RDWR)
         assert "actions" in robot.ask(observation(1))
         wait_for(lambda: len(server.model.clients) == 1)
         assert len(server.model.batcher.pauses) == 1

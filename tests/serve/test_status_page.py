@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from support.browser import Browser, find_browser
-from support.serving import CAMERA, SIZE, Talk, numbers, observation, serving
+from support.serving import CAMERA, SIZE, RawClient, numbers, observation, serving
 
 pytestmark = pytest.mark.skipif(
     find_browser() is None, reason="there is no Chromium here (FLEXOR_TEST_BROWSER names one)"
@@ -23,14 +23,14 @@ def test_the_page_shows_clients_latency_and_images(browser):
     red = np.full((SIZE, SIZE, 3), (250, 0, 0), np.uint8)
     key = "k/e y"
     with serving(numbers(), api_key=key) as (url, _):
-        with Talk(url, additional_headers={"Authorization": f"Api-Key {key}"}) as robot:
+        with RawClient(url, additional_headers={"Authorization": f"Api-Key {key}"}) as robot:
             for _ in range(3):
                 robot.ask(observation(1, prompt="<b>put it there</b>") | {CAMERA: red})
             browser.open(url.replace("ws://", f"http://me:{quote(key, safe='')}@"))
             browser.wait("document.querySelector('.client img')?.complete")
             assert browser.run("document.querySelector('h1').textContent") == "act policy"
-            shown = browser.run("document.querySelector('.client').innerText")
-            assert "3 requests" in shown and "<b>put it there</b>" in shown and CAMERA in shown
+            text = browser.run("document.querySelector('.client').innerText")
+            assert "3 requests" in text and "<b>put it there</b>" in text and CAMERA in text
             rows = browser.run("[...document.querySelectorAll('#latency tr')].map((row) => row.innerText)")
             assert len(rows) == 6 and "median" in rows[0] and "the model" in rows[3]
             colour = browser.run(

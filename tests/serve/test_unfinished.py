@@ -10,13 +10,12 @@ import pytest
 from websockets.exceptions import ConnectionClosed
 from websockets.frames import Frame
 from websockets.server import ServerProtocol
-from websockets.sync.client import connect
 
 from flexor.serve import connections, rate_limit
 from flexor.serve.unfinished import FRAMES_PER_S, UnfinishedMessages
 from flexor_client.wire import pack, unpack
 from support.limits import LIMIT_S, wait_for
-from support.serving import Talk, expected, numbers, observation, serving
+from support.serving import RawClient, expected, numbers, observation, serving
 
 FRAME = 2**16
 PART = 60_000
@@ -32,10 +31,10 @@ def begun(size: int, *, fragments: int = 1) -> bytes:
     return b"".join(frames)
 
 
-def opened(url: str, stack: ExitStack, source: str = "127.0.0.1") -> Talk:
+def opened(url: str, stack: ExitStack, source: str = "127.0.0.1") -> RawClient:
     at = urlsplit(url)
     raw = stack.enter_context(socket.create_connection((at.hostname, at.port), LIMIT_S, (source, 0)))
-    return Talk(url, sock=raw)
+    return RawClient(url, sock=raw)
 
 
 @pytest.mark.parametrize("fragments", [1, 10])
@@ -46,12 +45,12 @@ def test_the_oldest_of_too_many_is_dropped_and_other_addresses_are_not_concerned
         robot, elsewhere = opened(url, stack), opened(url, stack, "127.0.0.2")
         elsewhere.socket.socket.sendall(begun(PART))
         hostile = [opened(url, stack) for _ in range(12)]
-        for number, talk in enumerate(hostile):
-            talk.socket.socket.sendall(begun(PART, fragments=fragments))
+        for number, client in enumerate(hostile):
+            client.socket.socket.sendall(begun(PART, fragments=fragments))
             wait_for(lambda number=number: _begun(server, hostile[number]) or number >= 8)
-        for talk in hostile[:3]:
+        for client in hostile[:3]:
             with pytest.raises(ConnectionClosed) as closed:
-                talk.socket.recv(timeout=LIMIT_S)
+                client.socket.recv(timeout=LIMIT_S)
             assert closed.value.rcvd.code == 1013 and "unfinished messages" in closed.value.rcvd.reason
         for value in range(5):
             assert (robot.ask(observation(value))["actions"] == expected(value)).all()
@@ -64,16 +63,16 @@ def test_the_oldest_of_too_many_is_dropped_and_other_addresses_are_not_concerned
     assert not unfinished.sizes
 
 
-def _begun(server, talk: Talk) -> bool:
+def _begun(server, client: RawClient) -> bool:
     """Whether the server has read what this client sent."""
-    port = talk.socket.socket.getsockname()[1]
+    port = client.socket.socket.getsockname()[1]
     sizes = server.connections.unfinished.sizes.get("127.0.0.1", {})
     return any(connection.remote_address[1] == port for connection in [*sizes])
 
 
 def test_a_message_that_is_completed_counts_no_more():
     with serving(numbers(), frame_bytes=FRAME) as (url, server):
-        with Talk(url, close_timeout=0.2) as robot:
+        with RawClient(url, close_timeout=0.2) as robot:
             frame = begun(PART)
             for _ in range(3):
                 robot.ask(observation(1))
@@ -115,13 +114,15 @@ def no_time_passes(monkeypatch):
 def test_fragments_of_nothing_end(monkeypatch, no_time_passes):
     """A message of empty fragments would never reach a limit in bytes."""
     monkeypatch.setattr(connections, "CLOSING_S", 0.2)
-    with serving(numbers(), frame_bytes=FRAME) as (url, _), connect(url, close_timeout=0.2) as robot:
-        robot.recv(timeout=LIMIT_S)
-        with pytest.raises((ConnectionClosed, OSError)):
-            robot.socket.sendall(b"\x02\x80" + bytes(4))
-            for _ in range(1000):
-                robot.socket.sendall((b"\x00\x80" + bytes(4)) * 1000)
-            robot.recv(timeout=LIMIT_S)
+    with (
+        serving(numbers(), frame_bytes=FRAME) as (url, _),
+        RawClient(url, close_timeout=0.2) as robot,
+        pytest.raises((ConnectionClosed, OSError)),
+    ):
+        robot.socket.socket.sendall(b"\x02\x80" + bytes(4))
+        for _ in range(1000):
+            robot.socket.socket.sendall((b"\x00\x80" + bytes(4)) * 1000)
+        robot.socket.recv(timeout=LIMIT_S)
 
 
 @pytest.mark.parametrize(
@@ -138,9 +139,9 @@ def test_a_flood_of_small_frames_is_not_read(flood, monkeypatch, no_time_passes,
     """Each takes the event loop longer than its bytes suggest, and all robots with it."""
     monkeypatch.setattr(connections, "CLOSING_S", 0.2)
     received: list[int] = []
-    with serving(numbers(), frame_bytes=FRAME) as (url, server), Talk(url) as robot:
+    with serving(numbers(), frame_bytes=FRAME) as (url, server), RawClient(url) as robot:
         count_frames(monkeypatch, received)
-        with Talk(url, close_timeout=0.2) as hostile, pytest.raises((ConnectionClosed, OSError)):
+        with RawClient(url, close_timeout=0.2) as hostile, pytest.raises((ConnectionClosed, OSError)):
             hostile.socket.socket.sendall(flood)
             hostile.socket.recv(timeout=LIMIT_S)
         wait_for(lambda: len(server.model.clients) == 1)
@@ -161,7 +162,7 @@ def count_frames(monkeypatch: pytest.MonkeyPatch, received: list[int]) -> None:
 
 
 def test_a_robot_may_ping_and_send_small_observations_and_fragments():
-    with serving(numbers()) as (url, _), Talk(url) as robot:
+    with serving(numbers()) as (url, _), RawClient(url) as robot:
         for value in range(20):
             assert robot.socket.ping().wait(LIMIT_S)
             frame = pack(observation(value))

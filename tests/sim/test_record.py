@@ -43,7 +43,7 @@ def test_dataset_holds_the_demonstrations(tmp_path) -> None:
     with av.open(str(next(root.glob("videos/observation.image/*/*.mp4")))) as container:
         decoded = [frame.to_ndarray(format="rgb24") for frame in container.decode(video=0)]
     assert len(decoded) == len(frames)
-    errors = [np.abs(seen.astype(int) - f["observation.image"]).mean() for seen, f in zip(decoded, frames)]
+    errors = [np.abs(image.astype(int) - f["observation.image"]).mean() for image, f in zip(decoded, frames)]
     assert max(errors) < 6
 
 

@@ -83,8 +83,8 @@ def test_open_closed_and_holding_look_different() -> None:
     env = PlaceEnv()
     env.reset(seed=0)
     looks = [
-        replace(env.state, opening=opening, grasped=held)
-        for opening, held in [(1.0, False), (0.0, False), (-1.0, False), (0.0, True)]
+        replace(env.state, opening=opening, grasped=grasped)
+        for opening, grasped in [(1.0, False), (0.0, False), (-1.0, False), (0.0, True)]
     ]
     pictures = []
     for look in looks:
@@ -119,15 +119,15 @@ def test_only_words_tell_the_goal_of_two() -> None:
 
 
 def test_both_colours_are_asked_for_and_found() -> None:
-    asked = []
+    goals = []
     for seed in range(EVAL_SEED_START, EVAL_SEED_START + 100):
         state = sample_start(np.random.default_rng(seed), 2)
-        asked.append(state.goal_colour)
+        goals.append(state.goal_colour)
         for _ in range(TIME_LIMIT):
             state = advance(state, expert_action(state))
         assert state.success, seed
         assert state.other_disc is not None and math.dist(state.block, state.other_disc) > GOAL_TOLERANCE
-    assert 35 <= sum(asked) <= 65
+    assert 35 <= sum(goals) <= 65
 
 
 def test_not_listening_solves_half() -> None:
@@ -149,12 +149,12 @@ def test_not_listening_solves_half() -> None:
 
 
 def test_wrong_words() -> None:
-    said = []
+    instructions = []
     for wrong in (False, True):
         env = PlaceEnv(targets=2, wrong_words=wrong)
         env.reset(seed=1)
-        said.append(env.task_description)
-    assert said[0] != said[1]
+        instructions.append(env.task_description)
+    assert instructions[0] != instructions[1]
     with pytest.raises(FlexorError, match="wrong words need 2"):
         PlaceEnv(wrong_words=True)
     with pytest.raises(FlexorError, match="use 1 or 2 targets"):

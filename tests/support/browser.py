@@ -137,8 +137,8 @@ class Browser:
         )
         return {"x": box[0] + x * box[2], "y": box[1] + y * box[3]}
 
-    def screenshot(self, path: Path, whole: bool = False) -> None:
-        answer = self._send("Page.captureScreenshot", format="png", captureBeyondViewport=whole)
+    def screenshot(self, path: Path, full_page: bool = False) -> None:
+        answer = self._send("Page.captureScreenshot", format="png", captureBeyondViewport=full_page)
         path.write_bytes(base64.b64decode(answer["data"]))
 
     def _send(self, method: str, session: str | None = "", **params: Any) -> dict[str, Any]:

@@ -17,13 +17,13 @@ import tempfile
 from pathlib import Path
 
 TESTS = Path(__file__).parents[1]
-KEPT = {
+PASSED_ON = {
     *("PATH", "LD_LIBRARY_PATH", "LD_PRELOAD", "TMPDIR", "TERM", "USER", "LOGNAME", "SHELL", "CI"),
     *("PYTHONHOME", "PYTHONUSERBASE", "PYTHONPYCACHEPREFIX", "VIRTUAL_ENV"),
     *("CC", "CXX", "CUDA_HOME"),
     "CUDA_VISIBLE_DEVICES",  # which GPUs tests marked `gpu` may use; the others do without
 }
-KEPT_PREFIXES = ("PYTEST_", "COV_", "COVERAGE_")
+PASSED_ON_PREFIXES = ("PYTEST_", "COV_", "COVERAGE_")
 
 
 IN_MEMORY = Path("/dev/shm")  # Linux's folder in memory
@@ -47,7 +47,7 @@ def prepare() -> Path:
         False  # as in the processes that tests start: else all compile everything, every time
     )
     home = Path(tempfile.mkdtemp(prefix="flexor-tests-"))
-    own = {
+    ours = {
         "HOME": str(home),
         "PYTHONUSERBASE": site.getuserbase(),  # packages may be installed there: it would move with the home folder
         "PYTHONPATH": os.pathsep.join(_paths()),
@@ -56,15 +56,17 @@ def prepare() -> Path:
         # No question to a DNS server: torch asks for the name of 127.0.0.1 at every connection of a rank, and waits
         # 5 s for each answer that is lost. This machine's own names are in /etc/hosts.
         "RES_OPTIONS": "attempts:0",
+        "HF_HUB_DOWNLOAD_TIMEOUT": "600",  # of servers of tests, which a busy machine may hold up
+        "HF_HUB_ETAG_TIMEOUT": "600",
         "TORCH_CPP_LOG_LEVEL": "ERROR",  # it would say each time that there is no name
         # Torch looks for it once, at a GPU's first matrix product: a deterministic run fails in a process without it.
         "CUBLAS_WORKSPACE_CONFIG": ":4096:8",
     }
-    kept = {k: v for k, v in os.environ.items() if k in KEPT or k.startswith(KEPT_PREFIXES)}
+    passed_on = {k: v for k, v in os.environ.items() if k in PASSED_ON or k.startswith(PASSED_ON_PREFIXES)}
     BEFORE.update(json.loads(os.environ.get(HANDED_ON, "{}")) or os.environ)
-    own[HANDED_ON] = json.dumps(BEFORE)
+    ours[HANDED_ON] = json.dumps(BEFORE)
     os.environ.clear()
-    os.environ.update(kept | own)
+    os.environ.update(passed_on | ours)
     return home
 
 
@@ -76,8 +78,8 @@ def _temporary() -> Path:
 
 def _paths() -> list[str]:
     """Where modules are, also for processes that run in other folders."""
-    given = [os.path.abspath(path) for path in os.environ.get("PYTHONPATH", "").split(os.pathsep) if path]  # noqa: PTH100
-    return [str(TESTS), *(path for path in given if path != str(TESTS))]
+    paths = [os.path.abspath(path) for path in os.environ.get("PYTHONPATH", "").split(os.pathsep) if path]  # noqa: PTH100
+    return [str(TESTS), *(path for path in paths if path != str(TESTS))]
 
 
 def remove(home: Path) -> None:

@@ -59,7 +59,7 @@ class Recorder(OperationTracker):
     def __init__(self, device: str):
         super().__init__(device, scratch=False)
         self.calls: list[tuple[str, str, tuple[Result, ...]]] = []
-        self.kept: list[int] = []
+        self.activation_bytes: list[int] = []
         """Bytes that live when each backward pass begins, and did not when the policy was built."""
 
     def _summed_in_place(self, left: Any, right: Any) -> bool:
@@ -118,13 +118,13 @@ class OnFakeCuda(Recorder):
 
 
 def nodes_of(outputs: Sequence[Tensor]) -> set[Any]:
-    waiting, seen = [output.grad_fn for output in outputs], set()
+    waiting, visited = [output.grad_fn for output in outputs], set()
     while waiting:
         node = waiting.pop()
-        if node is not None and node not in seen:
-            seen.add(node)
+        if node is not None and node not in visited:
+            visited.add(node)
             waiting += [following for following, _ in node.next_functions]
-    return seen
+    return visited
 
 
 def give_cuda_streams_that_do_nothing() -> None:
@@ -206,13 +206,13 @@ def rehearse(config: TrainConfig, recorder: Recorder, device: torch.device) -> d
         backward = run.state.engine.backward
 
         def watched(loss: Tensor) -> None:
-            recorder.kept.append(recorder.live() - built)
+            recorder.activation_bytes.append(recorder.live() - built)
             backward(loss)
 
         run.state.engine.backward = watched  # type: ignore[method-assign]
         for number in run.steps_to_trace():
             run.step(number)
-    return {"calls": recorder.calls, "kept": recorder.kept}
+    return {"calls": recorder.calls, "kept": recorder.activation_bytes}
 
 
 def main() -> None:

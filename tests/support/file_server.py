@@ -9,6 +9,8 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
+from support.limits import LIMIT_S
+
 
 class FileServer:
     """Serves a folder on this machine; each fault in `faults` befalls one request for a part of a file.
@@ -21,12 +23,14 @@ class FileServer:
         self.root = root
         self.faults: deque[Any] = deque()
         self.requests: list[tuple[str, int, int]] = []  # name, start, end of every part asked for
-        self.whole: list[str] = []  # name of every file sent as a whole
+        self.whole_files: list[str] = []  # name of every file sent as a whole
         self.knows_ranges = True
         self.lists = True
         self.down = 0  # requests of any kind to answer with 503
-        self.stall = 5.0
         self.latency = 0.0
+        self.go = threading.Event()  # parts of files are sent while it is set
+        self.go.set()
+        self.over = threading.Event()
         self.login: str | None = None  # user:password that every request must have
         self.per_second = float("inf")
         self._times: deque[float] = deque()
@@ -41,6 +45,8 @@ class FileServer:
         return self
 
     def __exit__(self, *_: object) -> None:
+        self.over.set()
+        self.go.set()
         self._http.shutdown()
         self._http.server_close()
 
@@ -92,17 +98,18 @@ class Handler(BaseHTTPRequestHandler):
 
     def answer_file(self, data: bytes, headers: "dict[str, str] | None" = None) -> None:
         headers = {"ETag": f'"{hashlib.sha256(data).hexdigest()[:16]}"', **(headers or {})}
-        wanted = self.headers.get("Range") if self.owner.knows_ranges else None
+        byte_range = self.headers.get("Range") if self.owner.knows_ranges else None
         name = self.path.rsplit("/", 1)[1]
-        if self.command == "HEAD" or wanted is None:
-            self.owner.whole += [name] * (self.command == "GET")
+        if self.command == "HEAD" or byte_range is None:
+            self.owner.whole_files += [name] * (self.command == "GET")
             self.answer(200, data, headers)
             return
-        first, _, last = wanted.removeprefix("bytes=").partition("-")
+        first, _, last = byte_range.removeprefix("bytes=").partition("-")
         start, end = int(first), min(int(last) + 1, len(data))
         with self.owner.lock:
             self.owner.requests.append((name, start, end))
         time.sleep(self.owner.latency)
+        self.owner.go.wait(LIMIT_S)
         if start >= len(data):
             self.answer(416, b"", {"Content-Range": f"bytes */{len(data)}"})
             return
@@ -122,7 +129,7 @@ class Handler(BaseHTTPRequestHandler):
             self.close_connection = True
         else:
             if fault == "stall":
-                time.sleep(self.owner.stall)
+                self.owner.over.wait(LIMIT_S)
             self.answer(206, body, headers)
 
     def answer(self, status: int, body: bytes, headers: "dict[str, str] | None" = None) -> None:

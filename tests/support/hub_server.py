@@ -62,8 +62,8 @@ class Repo:
     tags: dict[str, str] = field(default_factory=dict)
 
     def commit(self, files: dict[str, Blob], message: str) -> str:
-        said = json.dumps([message, len(self.commits), sorted((n, b.oid) for n, b in files.items())])
-        sha = hashlib.sha1(said.encode()).hexdigest()
+        content = json.dumps([message, len(self.commits), sorted((n, b.oid) for n, b in files.items())])
+        sha = hashlib.sha1(content.encode()).hexdigest()
         self.commits[sha] = files
         self.messages.append(message)
         self.refs["main"] = sha
@@ -89,7 +89,7 @@ class HubServer(FileServer):
         self.large: dict[str, bytes] = {}  # what was uploaded, by hash
         self.troubles: deque[tuple[str, Any]] = deque()
         self.unplugged = False
-        self.asked: list[str] = []  # method and path of each request
+        self.request_lines: list[str] = []  # method and path of each request
         self.uploads: list[str] = []  # hash of every large file that came
         self.tokens: set[str] = {TOKEN}
         self.seen_tokens: set[str] = set()
@@ -176,7 +176,7 @@ class HubHandler(Handler):
     def _handle(self) -> None:
         path = unquote(self.path.partition("?")[0])
         request = f"{self.command} {path}"
-        self.hub.asked.append(request)
+        self.hub.request_lines.append(request)
         trouble = self.hub.trouble_for(request)
         length = int(self.headers.get("Content-Length") or 0)
         if self.hub.unplugged or trouble == "drop":
@@ -204,10 +204,10 @@ class HubHandler(Handler):
         return b"".join(parts)
 
     def _route(self, path: str, body: bytes) -> None:
-        said = self.headers.get("Authorization")
-        self.hub.seen_tokens |= {said.removeprefix("Bearer ")} if said else set()
-        known = said is not None and said.removeprefix("Bearer ") in self.hub.tokens
-        if said is not None and not known:
+        authorization = self.headers.get("Authorization")
+        self.hub.seen_tokens |= {authorization.removeprefix("Bearer ")} if authorization else set()
+        logged_in = authorization is not None and authorization.removeprefix("Bearer ") in self.hub.tokens
+        if authorization is not None and not logged_in:
             self._refuse(401, "Invalid credentials in Authorization header")
         elif path.startswith("/upload/"):
             self._store(path.removeprefix("/upload/"), body)
@@ -216,56 +216,56 @@ class HubHandler(Handler):
             error = [{"message": '"license" must be one of [apache-2.0, mit]'}]
             self._json({"errors": error if bad else [], "warnings": []}, 400 if bad else 200)
         elif path == "/api/repos/create":
-            self._create(json.loads(body), known)
+            self._create(json.loads(body), logged_in)
         elif match := re.fullmatch(r"/(datasets/)?([\w.-]+/[\w.-]+)\.git/info/lfs/objects/batch", path):
-            self._batch(json.loads(body)) if self._may_write(match[2], known) else None
+            self._batch(json.loads(body)) if self._may_write(match[2], logged_in) else None
         elif match := re.fullmatch(r"/(datasets/)?([\w.-]+/[\w.-]+)/resolve/([^/]+)/(.+)", path):
-            self._resolve("datasets" if match[1] else "models", match[2], match[3], match[4], known)
+            self._resolve("datasets" if match[1] else "models", match[2], match[3], match[4], logged_in)
         elif match := re.fullmatch(r"/api/(models|datasets)/([\w.-]+/[\w.-]+)(?:/(\w+)(?:/(.+))?)?", path):
-            self._api(*match.groups(), body=body, known=known)
+            self._api(*match.groups(), body=body, logged_in=logged_in)
         else:
             self._refuse(404, "Sorry, we can't find the page you are looking for.")
 
-    def _create(self, asked: dict[str, Any], known: bool) -> None:
-        owner = asked.get("organization") or USER
-        if not self._may_write(f"{owner}/{asked['name']}", known):
+    def _create(self, request: dict[str, Any], logged_in: bool) -> None:
+        owner = request.get("organization") or USER
+        if not self._may_write(f"{owner}/{request['name']}", logged_in):
             return
-        key = (f"{asked.get('type', 'model')}s", f"{owner}/{asked['name']}")
+        key = (f"{request.get('type', 'model')}s", f"{owner}/{request['name']}")
         taken, url = key in self.hub.repos, f"{self.hub.address}/{KINDS[key[0]]}{key[1]}"
         if not taken:
-            private = asked.get("visibility") == "private" or bool(asked.get("private"))
+            private = request.get("visibility") == "private" or bool(request.get("private"))
             repo = self.hub.repos[key] = Repo(url, private)
             repo.commit({".gitattributes": Blob(b"", False)}, "initial commit")
         self._json({"url": url, "id": key[1]}, 409 if taken else 200)
 
-    def _may_write(self, name: str, known: bool) -> bool:
-        if known and name.startswith(f"{USER}/"):
+    def _may_write(self, name: str, logged_in: bool) -> bool:
+        if logged_in and name.startswith(f"{USER}/"):
             return True
         self._refuse(
-            403 if known else 401, "You don't have the rights to do this" if known else "Log in first"
+            403 if logged_in else 401, "You don't have the rights to do this" if logged_in else "Log in first"
         )
         return False
 
     def _api(
-        self, kind: str, name: str, what: str | None, rest: str | None, body: bytes, known: bool
+        self, kind: str, name: str, resource: str | None, rest: str | None, body: bytes, logged_in: bool
     ) -> None:
         repo = self.hub.repos.get((kind, name))
-        if repo is None or (repo.private and not known):
-            self._refuse(404 if known else 401, "Repository not found", "RepoNotFound")
+        if repo is None or (repo.private and not logged_in):
+            self._refuse(404 if logged_in else 401, "Repository not found", "RepoNotFound")
             return
         writes = {"preupload": self._preupload, "commit": self._commit, "tag": self._tag}
-        if what in writes:
-            if self._may_write(name, known):
-                writes[what](repo, rest or "main", body)
+        if resource in writes:
+            if self._may_write(name, logged_in):
+                writes[resource](repo, rest or "main", body)
             return
-        if what == "refs":
+        if resource == "refs":
             tags = [{"name": n, "ref": f"refs/tags/{n}", "targetCommit": c} for n, c in repo.tags.items()]
             self._json({"branches": [], "converts": [], "tags": tags})
             return
         sha = repo.resolve(rest or "main")
         if sha is None:
             self._refuse(404, "Revision not found", "RevisionNotFound")
-        elif what == "tree":
+        elif resource == "tree":
             self._json([_entry(path, blob) for path, blob in repo.commits[sha].items()])
         else:
             about = {"id": name, "sha": sha, "siblings": [], "private": repo.private, "tags": []}
@@ -283,11 +283,11 @@ class HubHandler(Handler):
         ]
         self._json({"files": files})
 
-    def _batch(self, asked: dict[str, Any]) -> None:
+    def _batch(self, request: dict[str, Any]) -> None:
         objects = []
-        for wanted in asked["objects"]:
-            upload = {"upload": {"href": f"{self.hub.address}/upload/{wanted['oid']}", "header": {}}}
-            objects.append(wanted if wanted["oid"] in self.hub.large else wanted | {"actions": upload})
+        for entry in request["objects"]:
+            upload = {"upload": {"href": f"{self.hub.address}/upload/{entry['oid']}", "header": {}}}
+            objects.append(entry if entry["oid"] in self.hub.large else entry | {"actions": upload})
         self._json({"transfer": "basic", "objects": objects})
 
     def _store(self, oid: str, body: bytes) -> None:
@@ -332,9 +332,9 @@ class HubHandler(Handler):
         repo.tags[name] = sha
         self._json({})
 
-    def _resolve(self, kind: str, name: str, revision: str, path: str, known: bool) -> None:
+    def _resolve(self, kind: str, name: str, revision: str, path: str, logged_in: bool) -> None:
         repo = self.hub.repos.get((kind, name))
-        sha = repo.resolve(revision) if repo and (known or not repo.private) else None
+        sha = repo.resolve(revision) if repo and (logged_in or not repo.private) else None
         if repo is None or sha is None or path not in repo.commits[sha]:
             self._refuse(404, "Entry not found", "EntryNotFound")
             return

@@ -60,8 +60,8 @@ class Victim:
         self.data = write_lowdim(folder / "data")
         self.starts = self.runs = 0
         self.run = self._new_run()
-        self.whole = folder / "whole"
-        self._finish(self.whole)
+        self.uninterrupted = folder / "whole"
+        self._finish(self.uninterrupted)
 
     def kill(self) -> Kill:
         """Start the run, kill it at some instant, and check what is left and where it leads. Raises if it differs."""
@@ -92,7 +92,7 @@ class Victim:
         if self.run.exists():
             shutil.copytree(self.run, copy, symlinks=True)
         self._finish(copy)
-        trouble.assert_same(self.whole, copy, STEPS)
+        trouble.assert_same(self.uninterrupted, copy, STEPS)
         runs.assert_checkpoints_whole(copy)
         assert not [path.name for path in (copy / "checkpoints").iterdir() if path.name.startswith(".")]
         shutil.rmtree(copy)

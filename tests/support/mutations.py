@@ -263,8 +263,8 @@ class Watch:
                 self.violations.append(f"{event} {paths}")
 
     def _canary(self) -> list[tuple[str, int, int]]:
-        found = sorted(self.canary.rglob("*"))
-        return [(str(p), p.stat().st_mtime_ns, p.stat().st_size) for p in found]
+        paths = sorted(self.canary.rglob("*"))
+        return [(str(p), p.stat().st_mtime_ns, p.stat().st_size) for p in paths]
 
     def run(self, action: Callable[[], Any]) -> str | None:
         """What went wrong; None if it worked or was refused properly."""

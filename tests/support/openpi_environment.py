@@ -10,7 +10,7 @@ from pathlib import Path
 from support.environment import BEFORE
 
 # typing_extensions: it imports that without saying so
-WANTED = ["openpi-client==0.1.2", "numpy<2", "typing_extensions"]
+PACKAGES = ["openpi-client==0.1.2", "numpy<2", "typing_extensions"]
 INSTALL = ["--quiet", "--disable-pip-version-check", "--only-binary=:all:", "--retries=1", "--timeout=30"]
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -22,17 +22,17 @@ def openpi_python() -> Path | str:
     folder.mkdir(exist_ok=True)
     with (folder / ".lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)  # several processes run tests
-        if ready.is_file() and ready.read_text() == " ".join(WANTED):
+        if ready.is_file() and ready.read_text() == " ".join(PACKAGES):
             return python
         for command in (
             [sys.executable, "-m", "venv", str(folder)],
-            [str(python), "-m", "pip", "install", *INSTALL, *WANTED],
+            [str(python), "-m", "pip", "install", *INSTALL, *PACKAGES],
         ):
             # without our own packages, and with the registry that this machine is set up for
             clean = {name: value for name, value in BEFORE.items() if name != "PYTHONPATH"}
             done = subprocess.run(command, capture_output=True, text=True, env=clean)
             if done.returncode:
                 last = (done.stderr.strip().splitlines() or ["no message"])[-1]
-                return f"{WANTED[0]} can't be installed from the package registry: {last}"
-        ready.write_text(" ".join(WANTED))
+                return f"{PACKAGES[0]} can't be installed from the package registry: {last}"
+        ready.write_text(" ".join(PACKAGES))
     return python

@@ -15,6 +15,7 @@ from websockets.sync.server import Server, ServerConnection, serve
 
 from flexor_client.wire import pack, unpack
 from support.limits import LIMIT_S
+from support.ports import ReservedPort
 
 Answer = Callable[[dict[str, Any]], Any]
 
@@ -28,9 +29,10 @@ def echo(observation: dict[str, Any]) -> dict[str, Any]:
 class FakePolicyServer:
     """`answer` gets an observation and returns a map, a text (an error), raw bytes, or None (hang up)."""
 
-    def __init__(self, answer: Answer = echo, metadata: Any = None, key: str | None = None, port: int = 0):
-        self.answer, self.metadata, self.key, self.port = answer, metadata or {}, key, port
-        self.seen: list[dict[str, Any]] = []
+    def __init__(self, answer: Answer = echo, metadata: Any = None, key: str | None = None):
+        self.answer, self.metadata, self.key = answer, metadata or {}, key
+        self.port = ReservedPort()  # for all its starts
+        self.received: list[dict[str, Any]] = []
         self.connections = 0
         self._server: Server | None = None
 
@@ -39,7 +41,7 @@ class FakePolicyServer:
         self._server = serve(
             self._serve,
             "127.0.0.1",
-            self.port,
+            self.port.number,
             ssl=tls,
             compression=None,
             max_size=None,
@@ -48,7 +50,6 @@ class FakePolicyServer:
             close_timeout=0.2,
             ping_interval=None,
         )
-        self.port = self._server.socket.getsockname()[1]
         threading.Thread(target=self._server.serve_forever, daemon=True).start()
         return self
 
@@ -62,13 +63,14 @@ class FakePolicyServer:
 
     @property
     def url(self) -> str:
-        return f"ws://127.0.0.1:{self.port}"
+        return f"ws://127.0.0.1:{self.port.number}"
 
     def __enter__(self) -> FakePolicyServer:
         return self.start() if self._server is None else self
 
     def __exit__(self, *_: object) -> None:
         self.stop()
+        self.port.release()
 
     def _admit(self, connection: ServerConnection, request: Any) -> Any:
         if self.key is not None and request.headers.get("Authorization") != f"Api-Key {self.key}":
@@ -83,12 +85,12 @@ class FakePolicyServer:
             connection.send(first if isinstance(first, (str, bytes)) else pack(first))
             for frame in connection:
                 message = unpack(frame)
-                self.seen.append(message)
-                said = self.answer(message)
-                if said is None:
+                self.received.append(message)
+                reply = self.answer(message)
+                if reply is None:
                     return
-                connection.send(said if isinstance(said, (str, bytes)) else pack(said))
-                if isinstance(said, str):
+                connection.send(reply if isinstance(reply, (str, bytes)) else pack(reply))
+                if isinstance(reply, str):
                     connection.close(1011)
                     return
         except (ConnectionClosed, OSError):

@@ -36,28 +36,28 @@ def shrink(arguments: list[str], demonstrations: str) -> list[str]:
         return arguments
     verb, *words = arguments
     words = [_smaller(word) for word in words]
-    given = {word.lstrip("-").partition("=")[0] for word in words}
-    if verb in ("eval", "demo") and "eval.n_episodes" not in given:
+    flags = {word.lstrip("-").partition("=")[0] for word in words}
+    if verb in ("eval", "demo") and "eval.n_episodes" not in flags:
         words.append("--eval.n_episodes=2")
-    if verb in ("eval", "demo") or "env.type" in given:
+    if verb in ("eval", "demo") or "env.type" in flags:
         words.append("--env.max_steps=10")
-    if verb == "record" and "episodes" not in given:
+    if verb == "record" and "episodes" not in flags:
         words.append("--episodes=4")
     if verb == "demo":
         words.append(f"--dataset.root={demonstrations}")
     if verb in ("train", "demo"):
         words += ["--num_workers=0", "--batch_size=4", "--log_freq=1", "--policy.device=cpu"]
-        words += [] if "steps" in given else ["--steps=2"]
-    if verb == "plan" and "gpus" not in given:
+        words += [] if "steps" in flags else ["--steps=2"]
+    if verb == "plan" and "gpus" not in flags:
         words.append("--gpus=1")  # and not all numbers of them
-    if verb == "plan" and not {"dataset.root", "cameras"} & given:
+    if verb == "plan" and not {"dataset.root", "cameras"} & flags:
         words.append("--cameras=1x96x96")  # and not several large ones
     if verb == "bench" and words[0] == "step":
         words += ["--policy.device=cpu", "--steps=1"]
         ceilings.WINDOWS, ceilings.WINDOW_S = 1, 0.01  # what this machine can do is measured for seconds
     if verb == "bench" and words[0] == "serve":
         words.append("--requests=8")
-    measured = verb == "bench" and (words[0] == "step" or "policy.type" in given)
+    measured = verb == "bench" and (words[0] == "step" or "policy.type" in flags)
     if verb in ("train", "demo", "plan") or measured:
         words += [f"--policy.{k}={v}" for k, v in TINY_POLICY.items()] if _is_act(words) else []
     return [verb, *words]
@@ -65,8 +65,8 @@ def shrink(arguments: list[str], demonstrations: str) -> list[str]:
 
 def _is_act(words: list[str]) -> bool:
     """Other policies have other settings, and a checkpoint has its own."""
-    given = dict(word.lstrip("-").partition("=")[::2] for word in words)
-    return given.get("policy.type", "act") == "act" and "policy.path" not in given
+    values = dict(word.lstrip("-").partition("=")[::2] for word in words)
+    return values.get("policy.type", "act") == "act" and "policy.path" not in values
 
 
 def _smaller(word: str) -> str:

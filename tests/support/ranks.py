@@ -6,7 +6,6 @@ import functools
 import json
 import os
 import signal
-import socket
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -18,12 +17,7 @@ from flexor.core.rng import Noise
 from flexor.train.checkpoint import folder as checkpoint
 from flexor.train.checkpoint.tensors import open_tensors
 from support import runs
-
-
-def free_port() -> int:
-    with socket.socket() as listening:
-        listening.bind(("127.0.0.1", 0))
-        return listening.getsockname()[1]
+from support.ports import ReservedPort
 
 
 def environment(rank: int, count: int, port: int) -> dict[str, str]:
@@ -70,16 +64,17 @@ class Ranks:
         env: Mapping[str, str] | None = None,
     ):
         folder.mkdir(parents=True, exist_ok=True)
-        port = free_port()
+        self.port = ReservedPort()  # rank 0 binds it when it has started
         self.all = []
         for rank in range(count):
-            own = {**(environment(rank, count, port) if count > 1 else {}), **(env or {})}
-            before = functools.partial(enter, own, folder, (then or {}).get(rank))
+            variables = {**(environment(rank, count, self.port.number) if count > 1 else {}), **(env or {})}
+            before = functools.partial(enter, variables, folder, (then or {}).get(rank))
             self.all.append(runs.Forked(folder / str(rank), *arguments, before=before))
 
     def end(self) -> list[int | None]:
         """Exit codes, when all are done."""
         self.output = [rank.end() for rank in self.all]
+        self.port.release()
         return [rank.returncode for rank in self.all]
 
     def errors(self) -> str:
@@ -101,13 +96,13 @@ def computed(*folders: Path) -> dict[int, list[tuple[int, tuple[float, ...]]]]:
     """step -> (sample, its noise) over all ranks, in the order of the global batch; later folders win."""
     steps: dict[int, list[tuple[int, tuple[float, ...]]]] = {}
     for folder in folders:
-        found: dict[int, list[tuple[int, tuple[float, ...]]]] = {}
+        samples: dict[int, list[tuple[int, tuple[float, ...]]]] = {}
         for path in sorted(folder.glob("record_*.jsonl"), key=lambda p: int(p.stem[7:])):
             for text in path.read_text().splitlines():
                 line = json.loads(text)
                 pairs = zip(line["ids"], map(tuple, line["noise"]))
-                found.setdefault(line["step"], []).extend(pairs)
-        steps |= found
+                samples.setdefault(line["step"], []).extend(pairs)
+        steps |= samples
     return dict(sorted(steps.items()))
 
 
@@ -116,20 +111,20 @@ def losses(run: Path) -> list[float]:
 
 
 def weights(run: Path, step: int) -> dict[str, torch.Tensor]:
-    found = runs.tensors(run, step)
-    return {k: v for k, v in found.items() if k.startswith("pretrained_model/model.safetensors")}
+    saved = runs.tensors(run, step)
+    return {k: v for k, v in saved.items() if k.startswith("pretrained_model/model.safetensors")}
 
 
-def apart(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> float:
+def apart(first: dict[str, torch.Tensor], second: dict[str, torch.Tensor]) -> float:
     """The largest difference between two sets of tensors."""
-    assert one.keys() == other.keys()
-    return max(float((one[k].float() - other[k].float()).abs().max()) for k in one)
+    assert first.keys() == second.keys()
+    return max(float((first[k].float() - second[k].float()).abs().max()) for k in first)
 
 
 def everything(run: Path, step: int) -> dict[str, torch.Tensor]:
     """All that training made, by name, whichever way it was saved: weights, optimizer, moving average."""
     folder = checkpoint.complete(run / "checkpoints")[step]
     saved = open_tensors(folder, [f"parameter {i}" for i in range(1000)])
-    found = {name: torch.zeros(like.shape) for name, like in saved.described().items()}
-    saved.fill(found)
-    return found
+    tensors = {name: torch.zeros(like.shape) for name, like in saved.described().items()}
+    saved.fill(tensors)
+    return tensors

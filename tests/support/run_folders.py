@@ -46,8 +46,8 @@ def write_run(
     (folder / "config.yaml").write_text(yaml.safe_dump(config, sort_keys=False))
     machine = {"device": "NVIDIA H200", "processes": 1, "precision": "bf16", "torch": "2.11"}
     data = {"name": "place", "episodes": 4, "frames": 137, "tasks": ["push"]}
-    found = {"id": "0", "dataset": data, "machine": machine, "plan": {}} | (record or {})
-    (folder / "run.json").write_text(json.dumps(found))
+    content = {"id": "0", "dataset": data, "machine": machine, "plan": {}} | (record or {})
+    (folder / "run.json").write_text(json.dumps(content))
     (folder / ".lock").write_text(f"pid {pid or ended_pid()} on {os.uname().nodename}")
     add_lines(folder / "metrics.jsonl", *(report(step) for step in range(every, last + 1, every)))
     return folder

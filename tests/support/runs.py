@@ -62,7 +62,7 @@ SERVER.set_forkserver_preload(
         "support.trouble",
         "support.small_resnet",
         "support.small_pi",
-        "support.frozen",  # the last
+        "support.gc_freeze",  # the last
     ]
 )
 
@@ -185,14 +185,14 @@ def state(run: Path, step: int) -> dict[str, Any]:
     return {name: json.loads((folder / name).read_text()) for name in names} | {"scaler": saved["scaler"]}
 
 
-def assert_same(one: Path, other: Path, step: int) -> None:
+def assert_same(run: Path, other: Path, step: int) -> None:
     """Bitwise: every figure of every step, and all that is saved at the last one."""
-    assert figures(one) == figures(other)
-    assert [line["step"] for line in figures(one)] == list(range(1, step + 1))
-    first, second = tensors(one, step), tensors(other, step)
+    assert figures(run) == figures(other)
+    assert [line["step"] for line in figures(run)] == list(range(1, step + 1))
+    first, second = tensors(run, step), tensors(other, step)
     assert first.keys() == second.keys()
     assert [name for name in first if not torch.equal(first[name], second[name])] == []
-    assert state(one, step) == state(other, step)
+    assert state(run, step) == state(other, step)
 
 
 def assert_checkpoints_whole(run: Path) -> None:

@@ -90,12 +90,12 @@ def write_lowdim(root: Path, lengths: tuple[int, ...] = LOW_DIM_LENGTHS, reward:
     with DatasetWriter(root, 10, features) as writer:
         for episode, length in enumerate(lengths):
             for _ in range(length):
-                seen = rng.normal(size=4).astype(np.float32)
+                values = rng.normal(size=4).astype(np.float32)
                 frame = {
-                    "observation.environment_state": seen,
-                    "observation.state": seen[:2] * 2,
-                    "action": seen[2:] - seen[:2],
-                    "next.reward": seen[:1] ** 2,
+                    "observation.environment_state": values,
+                    "observation.state": values[:2] * 2,
+                    "action": values[2:] - values[:2],
+                    "next.reward": values[:1] ** 2,
                 }
                 writer.add_frame({name: frame[name] for name in features})
             writer.save_episode("push" if episode % 2 else "pull")

@@ -86,10 +86,10 @@ def serving(
 ) -> Iterator[tuple[str, PolicyServer]]:
     """A server on a free port: its address and itself. A busy machine reaches none of its time limits."""
     patience = {"port": 0, "processes": 0, "opening_s": LIMIT_S, "ping_s": LIMIT_S}
-    given = ServeSettings(**{**patience, **settings})
+    serve_settings = ServeSettings(**{**patience, **settings})
     if isinstance(pretrained, Pretrained):
-        pretrained = Predictor(pretrained, reply=given.reply, max_batch=given.max_batch)
-    server = PolicyServer(given, pretrained, names)
+        pretrained = Predictor(pretrained, reply=serve_settings.reply, max_batch=serve_settings.max_batch)
+    server = PolicyServer(serve_settings, pretrained, names)
     limits = dict.fromkeys(("START_S", "END_S", "FIGURES_S", "ANSWER_S"), LIMIT_S)
     with (
         mock.patch.multiple(processes, FROZEN_S=FOREVER_S, **limits),
@@ -109,8 +109,8 @@ def get(url: str, path: str, **headers: str) -> tuple[int, str]:
         return error.code, error.read().decode()
 
 
-class Talk:
-    """A client that says exactly what it is told to."""
+class RawClient:
+    """A client that sends exactly what a test gives it."""
 
     def __init__(self, url: str, **settings: Any):
         patience = {"open_timeout": LIMIT_S, "ping_interval": None}
@@ -127,7 +127,7 @@ class Talk:
         reply = self.socket.recv(timeout=LIMIT_S)
         return reply if isinstance(reply, str) else unpack(reply)
 
-    def __enter__(self) -> Talk:
+    def __enter__(self) -> RawClient:
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -141,18 +141,18 @@ def ask_at_once(url: str, server: PolicyServer, values: Sequence[float]) -> list
     def expect_all() -> None:
         batcher.window_s = LIMIT_S
 
-    talks = [Talk(url) for _ in values]
+    clients = [RawClient(url) for _ in values]
     barrier = threading.Barrier(len(values), expect_all)
 
-    def ask(talk: Talk, value: float) -> Any:
-        talk.ask(observation(1))  # from now on the batcher knows this robot
+    def ask(client: RawClient, value: float) -> Any:
+        client.ask(observation(1))  # from now on the batcher knows this robot
         barrier.wait(LIMIT_S)
-        return talk.ask(observation(value, flexor={}))
+        return client.ask(observation(value, flexor={}))
 
     window = batcher.window_s
     with mock.patch.object(batching, "ACTIVE_S", LIMIT_S), ThreadPoolExecutor(len(values)) as threads:
-        replies = list(threads.map(ask, talks, values))
+        replies = list(threads.map(ask, clients, values))
     batcher.window_s = window
-    for talk in talks:
-        talk.socket.close()
+    for client in clients:
+        client.socket.close()
     return replies

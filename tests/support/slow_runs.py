@@ -57,7 +57,7 @@ def slow_steps(seconds: float) -> None:
 
 def look_often(then: Callable[[], object] | None = None) -> None:
     """A verdict comes as soon as there are enough reports for it; and what else befalls this process."""
-    live.LOOK_EVERY_S = 0.5
+    live.UPDATE_S = 0.5
     if then:
         then()
 
@@ -69,17 +69,17 @@ def on_core(core: int) -> None:
 @contextmanager
 def neighbours(core: int, count: int) -> Iterator[None]:
     """Processes that compute all the time, on one core."""
-    found = [
+    processes = [
         subprocess.Popen([sys.executable, "-c", BUSY, str(core)], stdout=subprocess.PIPE)
         for _ in range(count)
     ]
     try:
-        for process in found:
+        for process in processes:
             assert process.stdout is not None
             process.stdout.readline()  # it has begun
         yield
     finally:
-        for process in found:
+        for process in processes:
             process.kill()
             process.wait()
 

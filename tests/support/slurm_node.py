@@ -44,6 +44,8 @@ TaskPlugin=task/none
 SelectType=select/cons_tres
 SelectTypeParameters=CR_CPU
 ReturnToService=2
+MessageTimeout=100
+KillWait=600
 SlurmdParameters=config_overrides
 NodeName=127.0.0.[1-{nodes}] NodeHostname={host} NodeAddr=127.0.0.1 Port=[{ports[1]}-{ports[2]}] CPUs=1
 SchedulerParameters=batch_sched_delay=0,sched_min_interval=0

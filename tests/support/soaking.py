@@ -21,7 +21,7 @@ from flexor_client.wire import pack
 from support.frames_to_fuzz import hostile_frame
 from support.hostile_requests import hostile_requests
 from support.limits import LIMIT_S
-from support.serving import CAMERA, STATE, Talk, expected, observation
+from support.serving import CAMERA, STATE, RawClient, expected, observation
 
 IMAGE = (240, 320)  # height and width: large enough that an image of many scans would take seconds
 DEADLINE_S = 2.0  # of every robot; what it takes by itself is milliseconds
@@ -80,7 +80,7 @@ class Soak:
         with self.lock:
             self.counts[event] += 1
 
-    def _ask(self, robot: Talk, rng: np.random.Generator) -> None:
+    def _ask(self, robot: RawClient, rng: np.random.Generator) -> None:
         """One request, and whether its answer is right, and in time."""
         value, image = float(rng.integers(0, 600)), self.images[rng.integers(len(self.images))]
         frame = pack(observation(value, flexor={"deadline_ms": 1e3 * self.deadline_s}) | {CAMERA: image})
@@ -101,7 +101,7 @@ class Soak:
     def _steady(self, rng: np.random.Generator) -> None:
         """A well-behaved robot: one connection, from the beginning to the end."""
         try:
-            with Talk(self.url) as robot:
+            with RawClient(self.url) as robot:
                 while not self._over():
                     self._ask(robot, rng)
         except Exception as error:
@@ -109,7 +109,7 @@ class Soak:
 
     def _coming_and_going(self, rng: np.random.Generator) -> None:
         while not self._over():
-            with Talk(self.url) as robot:
+            with RawClient(self.url) as robot:
                 for _ in range(rng.integers(0, 20)):
                     self._ask(robot, rng)
             self._count("left")
@@ -119,7 +119,7 @@ class Soak:
         frame = pack(observation(1))
         raw = b"\x82\xfe" + len(frame).to_bytes(2, "big") + bytes(4) + frame
         while not self._over():
-            robot = Talk(self.url)
+            robot = RawClient(self.url)
             robot.socket.socket.sendall(raw[: rng.integers(1, len(raw) + 1)])
             if rng.random() < 0.5:  # without a word, as a robot that loses its power
                 robot.socket.socket.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, b"\x01\0\0\0\0\0\0\0")
@@ -149,7 +149,7 @@ class Soak:
     def _keep_decoders_busy(self, rng: np.random.Generator) -> None:
         """Images that are as expensive as is allowed, one after the other, on several connections."""
         frames = [pack(observation(1) | {CAMERA: image}) for image in self.costly]
-        robots = [Talk(self.url) for _ in range(4)]
+        robots = [RawClient(self.url) for _ in range(4)]
         while not self._over():
             for robot in robots:
                 robot.socket.send(frames[rng.integers(len(frames))])
@@ -167,7 +167,7 @@ class Soak:
             robots = []
             for _ in range(20):
                 with suppress(OSError, ConnectionClosed, TimeoutError):
-                    robots.append(Talk(self.url, close_timeout=0.1))
+                    robots.append(RawClient(self.url, close_timeout=0.1))
                     robots[-1].socket.socket.sendall(begun)
                     self._count("unfinished")
                     _pause(rng)
@@ -182,14 +182,14 @@ class Soak:
             b"\x02\x80" + bytes(4) + (b"\x00\x80" + bytes(4)) * 40_000,
         ]
         while not self._over():
-            with suppress(ConnectionClosed, OSError), Talk(self.url, close_timeout=0.1) as stranger:
+            with suppress(ConnectionClosed, OSError), RawClient(self.url, close_timeout=0.1) as stranger:
                 stranger.socket.socket.sendall(floods[rng.integers(len(floods))])
             self._count("floods")
             _pause(rng)
 
     def _send(self, frame: bytes) -> None:
         """What it is answered does not matter, even if the server hangs up at once."""
-        with suppress(ConnectionClosed, OSError), Talk(self.url) as stranger:
+        with suppress(ConnectionClosed, OSError), RawClient(self.url) as stranger:
             stranger.ask_raw(frame)
 
 

@@ -63,8 +63,8 @@ class Terminal:
             time.sleep(0.05)
 
     def _tmux(self, *words: str, env: dict[str, str] | None = None) -> str:
-        whole = {**os.environ, "LC_ALL": "C.UTF-8", "TERM": "xterm-256color"} | (env or {})
-        whole.pop("TMUX", None)
-        done = subprocess.run([*self._base, *words], capture_output=True, text=True, env=whole)
+        variables = {**os.environ, "LC_ALL": "C.UTF-8", "TERM": "xterm-256color"} | (env or {})
+        variables.pop("TMUX", None)
+        done = subprocess.run([*self._base, *words], capture_output=True, text=True, env=variables)
         assert done.returncode == 0, done.stderr
         return done.stdout

@@ -12,7 +12,9 @@ def make_tokenizer(
     folder.mkdir(parents=True, exist_ok=True)
     special = {"<pad>": 0, "<eos>": 1, "<bos>": 2, "<unk>": 3}
     special |= {token: number for number, token in enumerate(special_tokens.split(), len(special))}
-    known = special | {word: number for number, word in enumerate(dict.fromkeys(words.split()), len(special))}
+    vocabulary = special | {
+        word: number for number, word in enumerate(dict.fromkeys(words.split()), len(special))
+    }
     described = {
         "version": "1.0",
         "truncation": None,
@@ -41,7 +43,7 @@ def make_tokenizer(
             "special_tokens": {"<bos>": {"id": "<bos>", "ids": [2], "tokens": ["<bos>"]}},
         },
         "decoder": None,
-        "model": {"type": "WordLevel", "vocab": known, "unk_token": "<unk>"},
+        "model": {"type": "WordLevel", "vocab": vocabulary, "unk_token": "<unk>"},
     }
     (folder / "tokenizer.json").write_text(json.dumps(described))
     names = {f"{name}_token": token for name, token in zip(("pad", "eos", "bos", "unk"), special)}

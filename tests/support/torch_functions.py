@@ -93,11 +93,11 @@ FUNCTIONS: dict[str, Function] = {
 
 def types(device: torch.device, lower: torch.dtype = torch.bfloat16) -> dict[str, list[str]]:
     """Types that come of each function under autocast, from float32 and from the lower type."""
-    found = {}
-    given = [torch.ones(4, 4, 4, dtype=dtype, device=device) for dtype in (torch.float32, lower)]
+    types = {}
+    inputs = [torch.ones(4, 4, 4, dtype=dtype, device=device) for dtype in (torch.float32, lower)]
     with torch.autocast(device.type, lower):
         for name, call in FUNCTIONS.items():
-            results = [call(x, x) for x in given]
+            results = [call(x, x) for x in inputs]
             tensors = [r for each in results for r in (each if isinstance(each, tuple) else (each,))]
-            found[name] = [str(tensor.dtype) for tensor in tensors]
-    return found
+            types[name] = [str(tensor.dtype) for tensor in tensors]
+    return types

@@ -25,7 +25,7 @@ STEP = "flexor.train.graph:compute_step"
 READ = "flexor.data.loader.loader:Loader.plan"
 
 
-def at_call(target: str, call: int, what: Callable[[], Any]) -> None:
+def at_call(target: str, call: int, event: Callable[[], Any]) -> None:
     """Have this process do something just before it calls a function (module:name) for the nth time."""
     module, _, name = target.partition(":")
     *owners, name = name.split(".")
@@ -34,15 +34,15 @@ def at_call(target: str, call: int, what: Callable[[], Any]) -> None:
 
     def wrapper(*arguments: Any, **options: Any) -> Any:
         if next(calls) == call:
-            what()
+            event()
         return function(*arguments, **options)
 
     setattr(owner, name, wrapper)
 
 
-def before_step(step: int, what: Callable[[], Any]) -> Callable[[], None]:
+def before_step(step: int, event: Callable[[], Any]) -> Callable[[], None]:
     """In a run from its start: `step` are done when it happens."""
-    return functools.partial(at_call, STEP, step + 1, what)
+    return functools.partial(at_call, STEP, step + 1, event)
 
 
 def send(number: int) -> Callable[[], None]:
@@ -58,18 +58,18 @@ def fail() -> None:
     raise ValueError("a mistake of ours")
 
 
-def hurry(what: Callable[[], Any] | None = None) -> None:
+def hurry(event: Callable[[], Any] | None = None) -> None:
     """Hear of the others more often, so that a test need not wait for seconds; and what else befalls this rank."""
     watchdog.TICK_S, watchdog.GRACE_S = 0.2, 1.0
-    if what:
-        what()
+    if event:
+        event()
 
 
-def wait_for_all(what: Callable[[], Any] | None = None) -> None:
+def wait_for_all(event: Callable[[], Any] | None = None) -> None:
     """Ranks that all fail with the same error print it once, however long the slowest takes to fail; as in `hurry`."""
     processes.SAME_ERROR_S = LIMIT_S
-    if what:
-        what()
+    if event:
+        event()
 
 
 def lose_patience(after: int, seconds: float, at: Sequence[str] = (), asleep: float = 0) -> None:
@@ -124,13 +124,13 @@ def fill_disk_at_shard(step: int) -> None:
     Path.open = opened  # type: ignore[method-assign]
 
 
-def assert_same(one: Path, other: Path, step: int) -> None:
+def assert_same(run: Path, other: Path, step: int) -> None:
     """Bitwise: every figure of every step, and all that training made, sharded or not."""
-    assert runs.figures(one) == runs.figures(other)
-    assert [line["step"] for line in runs.figures(one)] == list(range(1, step + 1))
-    assert runs.state(one, step) == runs.state(other, step)
+    assert runs.figures(run) == runs.figures(other)
+    assert [line["step"] for line in runs.figures(run)] == list(range(1, step + 1))
+    assert runs.state(run, step) == runs.state(other, step)
     for made in (ranks.weights, ranks.everything):
-        first, second = made(one, step), made(other, step)
+        first, second = made(run, step), made(other, step)
         assert first.keys() == second.keys()
         assert [name for name in first if not torch.equal(first[name], second[name])] == []
 

@@ -18,7 +18,7 @@ from support import ranks, runs
 from support.limits import LIMIT_S
 from support.own_policy import own_policy
 
-OWN = own_policy(
+OWN_POLICY = own_policy(
     """\
         layers = torch.nn.Linear(2, 8), torch.nn.Dropout(0.2), torch.nn.GELU(), torch.nn.Linear(8, 2)
         self.block = torch.nn.Sequential(*layers)
@@ -45,7 +45,7 @@ ONE_LAYER = own_policy(
 
 @pytest.fixture
 def blocks(tmp_path: Path) -> list[str]:
-    (tmp_path / "own.py").write_text(OWN)
+    (tmp_path / "own.py").write_text(OWN_POLICY)
     return [f"--policy.type={tmp_path / 'own.py'}:Own", "--policy.device=cpu"]
 
 

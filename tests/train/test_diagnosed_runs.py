@@ -140,7 +140,7 @@ def test_neighbours_on_the_same_core(lowdim, tiny_act, tmp_path):
     pinned = functools.partial(slow_runs.on_core, core)
     with slow_runs.neighbours(core, 3):
         run = train(tmp_path, lowdim, tiny_act, before=pinned)
-    assert_named(run, STARVED, others=False)
+    assert_named(run, STARVED, others_allowed=False)
 
 
 def stop_for_a_while(process: runs.Forked) -> None:

@@ -17,6 +17,7 @@ from flexor.core.rng import GraphNoise, Noise, NoiseKeys
 from flexor.data.loader.loader import Loader
 from flexor.monitor.step_times import StepTimes
 from flexor.policies.act.config import ACTConfig
+from flexor.train import graph
 from flexor.train.build import captures_steps
 from flexor.train.engine.base import Engine, takes_tensor_rates
 from flexor.train.engine.fsdp import ShardedEngine
@@ -28,7 +29,7 @@ from support.small_policies import SMALL, WITH_CAMERAS, small_flags
 
 STEPS = 9
 LONG = 200
-OWN = own_policy(
+OWN_POLICY = own_policy(
     """\
         self.layer = torch.nn.Linear(2, 2)
     def loss(self, batch, noise):
@@ -106,12 +107,12 @@ def test_a_graph_for_each_part_of_which_the_time_is_taken(monkeypatch):
     done: list[str] = []
 
     @contextmanager
-    def capture(*_):
+    def captured(*_):
         done.append("(")
         yield
         done.append(")")
 
-    monkeypatch.setattr("flexor.train.graph.capture", capture)
+    monkeypatch.setattr(graph, "capture", captured)
     for times, graphs in (
         (StepTimes(), "(forward backward optimizer)"),
         (StepTimes(torch.device("cpu")), "(forward)(backward)(optimizer)"),
@@ -276,12 +277,13 @@ def test_adapters_and_held_out_losses_between_replays(dataset, tiny_act, tmp_pat
 
 @pytest.mark.gpu
 def test_what_cant_be_captured_runs_without_a_graph_and_is_named(lowdim, tmp_path, replays, capsys, caplog):
-    (tmp_path / "own.py").write_text(OWN)
+    (tmp_path / "own.py").write_text(OWN_POLICY)
     settings = [f"--policy.type={tmp_path / 'own.py'}:Own"]
     eager = train(lowdim, tmp_path / "eager", settings, "--steps=6", "--step=eager")
     auto = train(lowdim, tmp_path / "auto", settings, "--steps=6", "--step=auto")
     assert_same(eager, auto)
-    line = f"{tmp_path / 'own.py'}:{1 + OWN.splitlines().index(next(x for x in OWN.splitlines() if 'item()' in x))}"
+    number = next(number for number, text in enumerate(OWN_POLICY.splitlines(), 1) if "item()" in text)
+    line = f"{tmp_path / 'own.py'}:{number}"
     assert replays == [] and line in caplog.text
     flags = runs.flags(
         lowdim, tmp_path / "no", [*settings, "--policy.device=cuda"], "--steps=6", "--step=graph"

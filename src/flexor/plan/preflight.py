@@ -91,7 +91,7 @@ def with_chosen(config: TrainConfig, plan: Plan) -> TrainConfig:
     """The settings that the plan chose, if `auto` asks for it. A resumed run keeps them."""
     if not config.auto:
         return config
-    return replace(config, auto=False, **{name: getattr(plan.config, name) for name in CHOSEN})
+    return replace(config, auto=False, **{name: getattr(plan.config, name) for name in AUTOMATIC})
 
 
 def _planned(config: TrainConfig, training: Dataset, processes: Processes) -> Plan | None:
@@ -164,7 +164,7 @@ def compare(plan: Plan, metrics: dict[str, Any], device: torch.device) -> dict[s
 
 # `auto`: the plan chooses settings; num_workers only if it has its default value.
 
-CHOSEN = (
+AUTOMATIC = (
     "activation_checkpointing",
     "batch_size",
     "gradient_accumulation_steps",

@@ -29,7 +29,7 @@ from support.damage import (
     truncate,
 )
 from support.legacy import to_v2
-from support.written import LENGTHS, SIDE, STILL, TOP, write
+from support.small_datasets import LENGTHS, SIDE, STILL, TOP, write
 
 ALL = [0, 1, 2, 3]
 

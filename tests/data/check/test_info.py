@@ -6,7 +6,7 @@ from flexor.core.errors import DatasetError
 from flexor.data.check.info import describe, render
 from flexor.data.dataset import open_dataset
 from support.legacy import to_v2
-from support.written import LENGTHS, SIDE, STILL, TOP, write
+from support.small_datasets import LENGTHS, SIDE, STILL, TOP, write
 
 
 def test_a_described_dataset(tmp_path):

@@ -15,7 +15,7 @@ from flexor.data.format.writer import DatasetWriter
 from flexor.data.video.decode import index_video
 from flexor.data.video.frame_match import nearest
 from flexor.pages.images import png
-from support.written import FPS, LENGTHS, SIDE, STILL, TASKS, TOP, features, frame, write
+from support.small_datasets import FPS, LENGTHS, SIDE, STILL, TASKS, TOP, features, frame, write
 
 
 def assert_reads_back(root, still=False):

@@ -20,7 +20,7 @@ TOP = "observation.images.top"
 
 
 @pytest.fixture(scope="module")
-def whole(tmp_path_factory):
+def intact(tmp_path_factory):
     """v2.1, so that every episode has files of its own."""
     folder = tmp_path_factory.mktemp("samples")
     features = {name: FEATURES[name] for name in (TOP, "observation.state", "action")}
@@ -28,8 +28,8 @@ def whole(tmp_path_factory):
 
 
 @pytest.fixture
-def root(whole, tmp_path):
-    return shutil.copytree(whole, tmp_path / "data")
+def root(intact, tmp_path):
+    return shutil.copytree(intact, tmp_path / "data")
 
 
 def video(root, episode):
@@ -55,14 +55,14 @@ BREAKAGES = {
 
 
 @pytest.mark.parametrize("breakage", BREAKAGES)
-def test_left_out_and_named(breakage, root, whole, caplog):
+def test_left_out_and_named(breakage, root, intact, caplog):
     BREAKAGES[breakage](root, 2)
     with caplog.at_level(logging.WARNING, "flexor"):
         dataset = open_dataset(root=root, on_bad_episode="skip")
     assert dataset.episodes.index.tolist() == [0, 1, 3] and list(dataset.skipped) == [2]
     assert caplog.text.count("1 episodes can't be read and are skipped") == 1 and "episode 2: " in caplog.text
     rows = np.arange(len(dataset))
-    by_choice = open_dataset(root=whole, episodes=[0, 1, 3])
+    by_choice = open_dataset(root=intact, episodes=[0, 1, 3])
     for name, values in by_choice.read(rows).items():
         if name != "index":
             np.testing.assert_array_equal(dataset.read(rows)[name], values)
@@ -83,8 +83,8 @@ def test_refused_with_the_flag_that_helps(breakage, root):
     assert dataset.episodes.index.tolist() == [0, 3] and not dataset.skipped
 
 
-def test_many_are_three_examples_and_a_count(whole, tmp_path):
-    root = shutil.copytree(whole, tmp_path / "data")
+def test_many_are_three_examples_and_a_count(intact, tmp_path):
+    root = shutil.copytree(intact, tmp_path / "data")
     for episode in (0, 1, 2):
         video(root, episode).unlink()
     # more, in other ways
@@ -110,13 +110,13 @@ def test_nothing_left(root):
         open_dataset(root=root, on_bad_episode="skip")
 
 
-def test_exclude_and_choose(whole):
-    assert open_dataset(root=whole, exclude_episodes=[1]).episodes.index.tolist() == [0, 2, 3]
-    assert open_dataset(root=whole, episodes=[0, 1], exclude_episodes=[1]).episodes.index.tolist() == [0]
+def test_exclude_and_choose(intact):
+    assert open_dataset(root=intact, exclude_episodes=[1]).episodes.index.tolist() == [0, 2, 3]
+    assert open_dataset(root=intact, episodes=[0, 1], exclude_episodes=[1]).episodes.index.tolist() == [0]
     with pytest.raises(DatasetError, match=r"has no episodes \[9\].*--dataset.exclude_episodes"):
-        open_dataset(root=whole, exclude_episodes=[9])
+        open_dataset(root=intact, exclude_episodes=[9])
     with pytest.raises(DatasetError, match="excludes all of its 2 episodes"):
-        open_dataset(root=whole, episodes=[0, 1], exclude_episodes=[1, 0])
+        open_dataset(root=intact, episodes=[0, 1], exclude_episodes=[1, 0])
 
 
 def test_a_run_counts_what_it_left_out(root, tmp_path, tiny_act, capsys):
@@ -138,11 +138,11 @@ def test_a_run_counts_what_it_left_out(root, tmp_path, tiny_act, capsys):
     assert main(["resume", str(run), "--steps=4"]) == 1
 
 
-def test_a_file_that_comes_back_is_another_run(root, whole, tmp_path, tiny_act, capsys):
+def test_a_file_that_comes_back_is_another_run(root, intact, tmp_path, tiny_act, capsys):
     video(root, 1).unlink()
     run = tmp_path / "run"
     flags = [*tiny_act, f"--dataset.root={root}", f"--output_dir={run}", "--batch_size=2", "--num_workers=0"]
     assert main(["train", *flags, "--steps=1", "--dataset.on_bad_episode=skip"]) == 0
-    shutil.copy(video(whole, 1), video(root, 1))
+    shutil.copy(video(intact, 1), video(root, 1))
     assert main(["resume", str(run), "--steps=2"]) == 1
     assert "The dataset is not the one" in capsys.readouterr().err

@@ -114,19 +114,19 @@ def test_holes_cost_nothing(folder):
 
 def test_threads_fill_and_read(folder):
     cache = open_cache(folder, frames=100, slot=1001)
-    seen: list[int] = []
+    counts: list[int] = []
 
     def fill(seed: int) -> None:
         for ids in np.array_split(np.random.default_rng(seed).permutation(100), 40):
             cache.put(ids, planes(ids, 1001))
-            seen.append(check(cache))
+            counts.append(check(cache))
 
     threads = [threading.Thread(target=fill, args=(seed,)) for seed in range(4)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    assert cache.complete and len(seen) == 160
+    assert cache.complete and len(counts) == 160
 
 
 def test_what_is_marked_can_be_read_at_once(folder):
@@ -169,14 +169,14 @@ def test_processes_fill_the_same_cache(folder, tmp_path):
 
 def test_killed_at_any_instant(folder, tmp_path):
     """While it makes the cache, while it writes and while it syncs."""
-    rng, found = random.Random(1), []
+    rng, counts = random.Random(1), []
     for number in range(8):
         with filling(folder, tmp_path, frames=100, slot=1_000_001, wait=number == 7):
             time.sleep(rng.uniform(0, 0.1))
         cache = open_cache(folder, frames=100, slot=1_000_001)
-        found.append(check(cache))
+        counts.append(check(cache))
         cache.close()
-    assert found == sorted(found) and found[-1] > 0
+    assert counts == sorted(counts) and counts[-1] > 0
 
 
 def test_a_fork_does_not_take_the_cache_along(tmp_path):
@@ -431,14 +431,14 @@ def small_disk(tmp_path) -> Iterator[Path]:
 
 def test_full_disk(small_disk, log_lines):
     cache = filled(small_disk, frames=100, slot=200_000)
-    kept = check(cache)
-    assert 35 <= kept <= 41 and not cache.accepting
+    stored = check(cache)
+    assert 35 <= stored <= 41 and not cache.accepting
     assert len(log_lines) == 1 and "No space left" in log_lines[0]
     cache.put(np.arange(100), planes(range(100), 200_000))
-    assert check(cache) == kept and len(log_lines) == 1
+    assert check(cache) == stored and len(log_lines) == 1
     cache.close()
     again = filled(small_disk, frames=100, slot=200_000)  # readable, though nothing can be added
-    assert check(again) == kept
+    assert check(again) == stored
     with pytest.raises(DatasetError, match="No space left"):
         open_cache(small_disk, CacheKey("f1", "wrist", None), frames=1_000_000)
 
@@ -477,12 +477,12 @@ def shared() -> list[Path]:
 
 
 def test_ram_is_shared_and_goes_with_its_last_user():
-    one = filled(None)
-    two = open_cache(None)
-    assert two.complete and len(shared()) == 1
-    one.close()
-    assert check(two) == 20 and len(shared()) == 1
-    two.close()
+    first = filled(None)
+    second = open_cache(None)
+    assert second.complete and len(shared()) == 1
+    first.close()
+    assert check(second) == 20 and len(shared()) == 1
+    second.close()
     assert not shared()
 
 

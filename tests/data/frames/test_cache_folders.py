@@ -52,7 +52,7 @@ def names(infos) -> list[str]:
 
 
 @pytest.mark.parametrize(
-    "what, goes",
+    "options, removed",
     [
         ({}, []),
         ({"older_than": 2.5 * 86400}, ["c", "d"]),
@@ -64,10 +64,10 @@ def names(infos) -> list[str]:
         ({"dataset": "me/none"}, []),
     ],
 )
-def test_prune(folder, what, goes):
+def test_prune(folder, options, removed):
     used_days_ago(folder, {"a": 1, "b": 2, "c": 3, "d": 4})
-    assert names(prune(**what)) == goes
-    assert names(list_caches()) == sorted({"a", "b", "c", "d"} - set(goes))
+    assert names(prune(**options)) == removed
+    assert names(list_caches()) == sorted({"a", "b", "c", "d"} - set(removed))
 
 
 def test_prune_leaves_what_is_in_use(folder, tmp_path):

@@ -8,17 +8,17 @@ from flexor.data.frames.slots import Buffers, Pool
 
 @given(st.lists(st.tuples(st.integers(1, 4), st.integers(1, 3)), max_size=30))
 def test_slots_in_use_never_overlap_and_stay_within_the_budget(requests):
-    pool, held = Pool(40), []
+    pool, allocated = Pool(40), []
     for size, count in requests:
         taken = pool.take({size: count})
         if taken is None:
             assert pool.used + size * count > 40
-            if held:
-                pool.give(held.pop(0))
+            if allocated:
+                pool.give(allocated.pop(0))
             continue
-        held.append(taken[size])
-        assert pool.used == sum(len(slot) for slots in held for slot in slots) <= 40
-    everything = [slot for slots in held for slot in slots]
+        allocated.append(taken[size])
+        assert pool.used == sum(len(slot) for slots in allocated for slot in slots) <= 40
+    everything = [slot for slots in allocated for slot in slots]
     for number, slot in enumerate(everything):
         slot[:] = number
     assert all((slot == number).all() for number, slot in enumerate(everything))

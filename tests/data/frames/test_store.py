@@ -89,9 +89,9 @@ def test_filling_goes_on_where_it_stopped_and_counts_what_is_broken():
     frames = store(e1=[1])
     frames.caches = {"cam": Memory()}
     fill_cache(frames, ["cam"], np.arange(5), workers=1)
-    seen = []
-    assert fill_cache(frames, ["cam"], np.arange(12), 2, lambda *done: seen.append(done)) == {"cam": 1}
-    assert seen[-1] == (7, 7) and frames.is_cached("cam", np.arange(12)).sum() == 11
+    progress = []
+    assert fill_cache(frames, ["cam"], np.arange(12), 2, lambda *done: progress.append(done)) == {"cam": 1}
+    assert progress[-1] == (7, 7) and frames.is_cached("cam", np.arange(12)).sum() == 11
 
 
 def test_a_broken_frame_is_named():

@@ -110,8 +110,8 @@ def test_images_are_held_back_unless_they_are_used(root):
     def cut(batch: Batch, step: int) -> Batch:
         images = batch[TOP]
         assert images.dtype == torch.uint8 and images.shape == (2, 3, 48, 64)
-        others = {name: value for name, value in batch.items() if name != TOP}
-        return {**others, "patches": images.unfold(2, 16, 16).unfold(3, 16, 16).float()}
+        rest = {name: value for name, value in batch.items() if name != TOP}
+        return {**rest, "patches": images.unfold(2, 16, 16).unfold(3, 16, 16).float()}
 
     for device in ("cpu", None):  # None: as before the transfer to a GPU
         for (batch, _), expected in zip(load(root, cut, True, device=device).steps(0, 3), plain, strict=True):
@@ -148,11 +148,11 @@ def test_what_it_makes_arrives_on_the_gpu(root, uses_images):
     on_cpu = load(root, process, uses_images).steps(0, 6)
     on_gpu = load(root, process, uses_images, device="cuda").steps(0, 6)
     for expected, arrived in zip(on_cpu, on_gpu, strict=True):
-        for one, other in zip(expected, arrived, strict=True):
-            assert one.keys() == other.keys() and other["words"] == ["go"] * 2
-            for name, value in one.items():
+        for cpu_batch, gpu_batch in zip(expected, arrived, strict=True):
+            assert cpu_batch.keys() == gpu_batch.keys() and gpu_batch["words"] == ["go"] * 2
+            for name, value in cpu_batch.items():
                 if isinstance(value, torch.Tensor):
                     near = (
-                        other[name].cpu().float() - value.float()
+                        gpu_batch[name].cpu().float() - value.float()
                     ).abs() <= 1  # colours are rounded otherwise
-                    assert other[name].is_cuda and near.all(), name
+                    assert gpu_batch[name].is_cuda and near.all(), name

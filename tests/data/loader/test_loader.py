@@ -26,50 +26,50 @@ def loader(dataset, **options) -> Loader:
     return Loader(dataset, DELTAS, **{"batch_size": 4, "accumulation": 2, "seed": 5} | options)
 
 
-def same(one: dict, other: dict) -> bool:
-    assert one.keys() == other.keys()
+def same(batch: dict, other: dict) -> bool:
+    assert batch.keys() == other.keys()
     return all(
-        torch.equal(v, other[k]) if isinstance(v, torch.Tensor) else v == other[k] for k, v in one.items()
+        torch.equal(v, other[k]) if isinstance(v, torch.Tensor) else v == other[k] for k, v in batch.items()
     )
 
 
 @pytest.mark.parametrize("workers", [1, 2, 3, 7])
 def test_same_batches_for_any_number_of_workers(workers, opened):
     expected = list(loader(opened).steps(3, 14))
-    found = list(loader(opened, num_workers=workers).steps(3, 14))
-    assert len(found) == 11 and all(len(step) == 2 for step in found)
-    for one, other in zip(expected, found, strict=True):
-        assert all(same(a, b) for a, b in zip(one, other, strict=True))
+    steps = list(loader(opened, num_workers=workers).steps(3, 14))
+    assert len(steps) == 11 and all(len(step) == 2 for step in steps)
+    for step, other in zip(expected, steps, strict=True):
+        assert all(same(a, b) for a, b in zip(step, other, strict=True))
     assert loader_threads() == []
 
 
 @pytest.mark.parametrize("workers", [0, 2])
 def test_pictures_too(workers, dataset):
     opened = open_dataset(root=dataset)
-    found = next(loader(opened, num_workers=workers).steps(0, 1))
-    rows = np.concatenate([batch[SAMPLE_ID].numpy() for batch in found])
+    step = next(loader(opened, num_workers=workers).steps(0, 1))
+    rows = np.concatenate([batch[SAMPLE_ID].numpy() for batch in step])
     expected = to_tensors(opened.read(rows, DELTAS))
-    pictures = torch.cat([batch["observation.image"] for batch in found])
+    pictures = torch.cat([batch["observation.image"] for batch in step])
     assert torch.equal(pictures, expected["observation.image"]) and pictures.dtype == torch.uint8
 
 
 def test_any_step_can_be_the_first(opened):
-    whole = list(loader(opened).steps(0, 12))
+    steps = list(loader(opened).steps(0, 12))
     later = list(loader(opened).steps(7, 12))
-    assert all(same(a[0], b[0]) for a, b in zip(whole[7:], later, strict=True))
+    assert all(same(a[0], b[0]) for a, b in zip(steps[7:], later, strict=True))
 
 
 def test_splitting_a_batch_changes_nothing_but_the_split(opened):
-    for step, (one, two) in enumerate(
+    for step, (undivided, halves) in enumerate(
         zip(
             loader(opened, batch_size=8, accumulation=1).steps(0, 9),
             loader(opened, batch_size=2, accumulation=4).steps(0, 9),
         )
     ):
-        (whole,) = one
+        (full,) = undivided
         for key in (ACTION, SAMPLE_ID, f"{ACTION}_is_pad"):
-            assert torch.equal(whole[key], torch.cat([part[key] for part in two])), step
-        assert {part[VALID_STEPS] for part in two} == {whole[VALID_STEPS]}
+            assert torch.equal(full[key], torch.cat([part[key] for part in halves])), step
+        assert {part[VALID_STEPS] for part in halves} == {full[VALID_STEPS]}
 
 
 def test_valid_steps_is_the_mean_over_the_whole_step(opened):

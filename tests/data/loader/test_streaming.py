@@ -74,20 +74,20 @@ def test_every_frame_is_the_one_that_random_access_reads(root, windows, tier, wo
 def test_an_epoch_is_every_sample_once(root, kind):
     loader = load(root, tier="ram", order=OrderConfig(kind), batch_size=1)
     for epoch in range(3):
-        found = ids(loader.steps(epoch * 38, (epoch + 1) * 38))
-        assert sorted(found) == list(range(38))
+        sample_ids = ids(loader.steps(epoch * 38, (epoch + 1) * 38))
+        assert sorted(sample_ids) == list(range(38))
 
 
 @pytest.mark.parametrize("ranks", [2, 3, 4, 6])
 @pytest.mark.parametrize("windows", ["single", "stride"])
 def test_ranks_share_the_global_batch(root, ranks, windows):
     order = OrderConfig("streaming", lanes=6, pool=4, unit=1)
-    whole = load(root, WINDOWS[windows], batch_size=12, order=order)
+    undivided = load(root, WINDOWS[windows], batch_size=12, order=order)
     parts = [
         load(root, WINDOWS[windows], batch_size=12 // ranks, rank=r, world_size=ranks, order=order)
         for r in range(ranks)
     ]
-    for step, *shares in zip(whole.steps(0, 7), *(part.steps(0, 7) for part in parts)):
+    for step, *shares in zip(undivided.steps(0, 7), *(part.steps(0, 7) for part in parts)):
         assert ids([step]).tolist() == ids(shares).tolist()
         pictures = torch.cat([share[0][TOP] for share in shares])
         assert torch.equal(step[0][TOP], pictures)
@@ -95,9 +95,9 @@ def test_ranks_share_the_global_batch(root, ranks, windows):
 
 @pytest.mark.parametrize("start", [1, 4, 9])
 def test_any_step_can_be_the_first(root, start):
-    whole, later = load(root), load(root)
-    for one, other in zip(list(whole.steps(0, 12))[start:], later.steps(start, 12), strict=True):
-        assert all(torch.equal(one[0][key], other[0][key]) for key in (SAMPLE_ID, TOP, WRIST))
+    loader, later = load(root), load(root)
+    for step, other in zip(list(loader.steps(0, 12))[start:], later.steps(start, 12), strict=True):
+        assert all(torch.equal(step[0][key], other[0][key]) for key in (SAMPLE_ID, TOP, WRIST))
     assert later.pool.used == 0 or start < 12
 
 
@@ -143,11 +143,11 @@ def test_memory_stays_within_the_budget_whatever_the_order_wants(root, budget):
     expected = ids(load(root, order=order).steps(0, 12))
     loader = load(root, order=order, cache={"pool_gb": budget / 1e9})
     plain = open_dataset(root=root)
-    found = []
+    sample_ids = []
     for (batch,) in loader.steps(0, 12):
-        found += batch[SAMPLE_ID].tolist()
+        sample_ids += batch[SAMPLE_ID].tolist()
         assert torch.equal(batch[TOP], torch.from_numpy(plain.read(batch[SAMPLE_ID].numpy())[TOP]))
-    assert found == expected.tolist()
+    assert sample_ids == expected.tolist()
     assert loader.counters()["misses"] > 0
     largest = 2 * 6 * max(FRAME, 24 * 32 * 3)  # what one step needs comes on top
     assert loader.pool.peak <= budget + largest * 9  # and steps that are planned ahead
@@ -204,9 +204,9 @@ def test_no_gpu_no_gpu_decoder(root):
 
 def test_jpeg(root):
     loader = load(root, tier="ram", batch_size=38, cache={"format": "jpeg"})
-    (raw,), (kept,) = loader.steps(0, 2)
-    raw, kept = (batch[TOP][batch[SAMPLE_ID].argsort()].float() for batch in (raw, kept))
-    assert not torch.equal(raw, kept) and (raw - kept).abs().mean() < 3
+    (raw,), (decoded,) = loader.steps(0, 2)
+    raw, decoded = (batch[TOP][batch[SAMPLE_ID].argsort()].float() for batch in (raw, decoded))
+    assert not torch.equal(raw, decoded) and (raw - decoded).abs().mean() < 3
 
 
 def test_smaller_pictures(root):
@@ -248,31 +248,31 @@ def test_bad_frames_can_be_left_out(broken, root, tier, caplog):
     bad = bad_rows(broken)
     assert bad and len(bad) < 7
     loader = load(broken, tier=tier, bad="skip", batch_size=6)
-    found = ids(loader.steps(0, 19))
-    counts = Counter(found.tolist())
+    sample_ids = ids(loader.steps(0, 19))
+    counts = Counter(sample_ids.tolist())
     assert set(counts) == set(range(38)) - set(bad)
-    assert len(found) == 19 * 6  # batches stay full
+    assert len(sample_ids) == 19 * 6  # batches stay full
     assert loader.counters()["skipped_samples"] == 3 * len(bad)
     assert loader.counters()["bad_frames"] >= len(bad)
     loader.close()
     assert caplog.text.count("clips have frames that can't be decoded; their samples are skipped") == 1
-    whole = open_dataset(root=root)
+    intact = open_dataset(root=root)
     for (batch,) in load(broken, tier=tier, bad="skip").steps(0, 7):
-        assert torch.equal(batch[TOP], torch.from_numpy(whole.read(batch[SAMPLE_ID].numpy())[TOP]))
+        assert torch.equal(batch[TOP], torch.from_numpy(intact.read(batch[SAMPLE_ID].numpy())[TOP]))
 
 
 def test_bad_frames_can_be_replaced_by_the_nearest(broken, root, caplog):
     bad = bad_rows(broken)
     loader = load(broken, bad="nearest", batch_size=1)
-    whole = open_dataset(root=root)
-    seen = {}
+    intact = open_dataset(root=root)
+    images = {}
     for (batch,) in loader.steps(0, 38):
-        seen[int(batch[SAMPLE_ID])] = batch[TOP][0]
-    assert sorted(seen) == list(range(38))
+        images[int(batch[SAMPLE_ID])] = batch[TOP][0]
+    assert sorted(images) == list(range(38))
     last_good = max(row for row in range(7) if row not in bad)
     for row in bad:
         if row < 7:
-            assert torch.equal(seen[row], torch.from_numpy(whole.read(np.array([last_good]))[TOP][0]))
+            assert torch.equal(images[row], torch.from_numpy(intact.read(np.array([last_good]))[TOP][0]))
     loader.close()
     assert "nearest frame replaces them" in caplog.text
     assert loader.counters()["substituted_samples"] == len(bad)
@@ -287,8 +287,8 @@ def test_a_video_that_is_not_one_costs_its_episodes_only(root, tmp_path, caplog)
     copy = shutil.copytree(root, tmp_path / "broken")
     video = sorted(copy.glob(f"videos/{TOP}/**/*.mp4"))[0]
     video.write_bytes(video.read_bytes()[:200])
-    found = ids(load(copy, bad="skip").steps(0, 7))
-    assert 0 not in found and len(set(found.tolist())) >= 38 - LENGTHS[0] - LENGTHS[1] - 4
+    sample_ids = ids(load(copy, bad="skip").steps(0, 7))
+    assert 0 not in sample_ids and len(set(sample_ids.tolist())) >= 38 - LENGTHS[0] - LENGTHS[1] - 4
     with pytest.raises(DatasetError, match=r"file-000\.mp4"):
         load(copy, bad="raise")
 
@@ -338,19 +338,19 @@ def run_ranks(root, ranks, start, stop, kill_at=-1) -> dict[int, list]:
     parts = [queue.get(timeout=LIMIT_S) for _ in range((last + 1 - start) * ranks)]
     for process in processes:
         process.join(LIMIT_S)
-    found: dict[int, list] = {}
+    delivered: dict[int, list] = {}
     for number, _, samples, digests in sorted(parts):
-        found.setdefault(number, []).extend(zip(samples, digests))
-    return found
+        delivered.setdefault(number, []).extend(zip(samples, digests))
+    return delivered
 
 
 @pytest.mark.slow
 @pytest.mark.ranks
 def test_killed_ranks_go_on_as_another_number_of_ranks(root):
-    whole = run_ranks(root, 1, 0, 8)
+    uninterrupted = run_ranks(root, 1, 0, 8)
     before = run_ranks(root, 3, 0, 8, kill_at=4)
     after = run_ranks(root, 2, 5, 8)
-    assert before | after == whole and len(whole) == 8
+    assert before | after == uninterrupted and len(uninterrupted) == 8
 
 
 # a damaged cache
@@ -374,12 +374,12 @@ def check_batches(loader, root, first: int, stop: int) -> None:
     for step, other in zip(loader.steps(first, stop), plain.steps(first, stop), strict=True):
         assert step[0][SAMPLE_ID].tolist() == other[0][SAMPLE_ID].tolist()
         for camera in (TOP, WRIST):
-            one, two = (shown(batch[camera]) for batch in (step[0], other[0]))
-            assert torch.equal(one, two), camera
+            images, plain_images = (as_tensor(batch[camera]) for batch in (step[0], other[0]))
+            assert torch.equal(images, plain_images), camera
     plain.close()
 
 
-def shown(images) -> torch.Tensor:
+def as_tensor(images) -> torch.Tensor:
     return images if isinstance(images, torch.Tensor) else images.on(torch.device("cpu"))
 
 

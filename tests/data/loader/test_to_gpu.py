@@ -82,16 +82,16 @@ def test_every_image_is_that_of_its_frame(root, windows, tier, workers):
                 )
                 planes = planes_of(plain, camera, window.ravel())
                 expected = rgb_on_device(plain.store.format(camera), planes)
-                found = batch[camera].on(CPU)
-                assert found.shape[:-3] == (window.shape if camera in deltas else window.shape[:1])
-                assert torch.equal(found.reshape(expected.shape), expected), (camera, tier)
+                images = batch[camera].on(CPU)
+                assert images.shape[:-3] == (window.shape if camera in deltas else window.shape[:1])
+                assert torch.equal(images.reshape(expected.shape), expected), (camera, tier)
 
 
 def test_jpegs_are_decoded_by_several_threads(root):
     loader = loader_of(root, "jpeg", {}, batch_size=38)
-    (raw,), (kept,) = loader.steps(0, 2)
-    raw, kept = (batch[TOP].on(CPU)[batch[SAMPLE_ID].argsort()].float() for batch in (raw, kept))
-    assert not torch.equal(raw, kept) and (raw - kept).abs().mean() < 3
+    (raw,), (decoded,) = loader.steps(0, 2)
+    raw, decoded = (batch[TOP].on(CPU)[batch[SAMPLE_ID].argsort()].float() for batch in (raw, decoded))
+    assert not torch.equal(raw, decoded) and (raw - decoded).abs().mean() < 3
 
 
 @pytest.mark.parametrize("tier", ["ram", "gpu"])
@@ -120,8 +120,8 @@ def test_samples_that_replace_bad_ones_bring_their_own_frames(root, tmp_path):
     step = Step(0, np.arange(3), {TOP: np.array([[0], [6], [30]])}, [None] * 3, waits=[Piece({}, {}, 0)])
     order, (shots,) = FrameFinder(store, "skip", counters).find(step)
     assert order.tolist() == [0, 2, 2] and counters["skipped_samples"] == 1
-    found = torch.stack([torch.as_tensor(shots.planes(store, i, 0)) for i in range(3)])
-    assert torch.equal(found, planes_of(open_dataset(root=root), TOP, np.array([0, 30, 30])))
+    planes = torch.stack([torch.as_tensor(shots.planes(store, i, 0)) for i in range(3)])
+    assert torch.equal(planes, planes_of(open_dataset(root=root), TOP, np.array([0, 30, 30])))
 
 
 @pytest.mark.gpu

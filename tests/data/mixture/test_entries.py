@@ -14,15 +14,15 @@ def entries(*flags):
 
 
 def test_lists_on_the_command_line():
-    one, two = entries("--dataset.repo_id=lab/a,lab/b", "--dataset.weights=3,1", "--dataset.tasks=pick")
-    assert (one.name, one.weight, two.repo_id, two.weight) == ("lab/a", 3, "lab/b", 1)
-    assert one.tasks == two.tasks == "pick"
-    one, two = entries("--dataset.root=/x/a,s3://bucket/a")
-    assert (one.root, one.name, two.root, two.name) == ("/x/a", "a (1)", "s3://bucket/a", "a (2)")
-    one, two = entries("--dataset.repo_id=a,b", "--dataset.root=x,y")
-    assert (one.repo_id, one.root, two.repo_id, two.root) == ("a", "x", "b", "y")
-    (one,) = entries("--dataset.root=x", "--dataset.episodes=0:2", "--dataset.episode_weights=0=2")
-    assert (one.name, one.episodes, one.episode_weights) == ("x", [0, 1], "0=2")
+    first, second = entries("--dataset.repo_id=lab/a,lab/b", "--dataset.weights=3,1", "--dataset.tasks=pick")
+    assert (first.name, first.weight, second.repo_id, second.weight) == ("lab/a", 3, "lab/b", 1)
+    assert first.tasks == second.tasks == "pick"
+    first, second = entries("--dataset.root=/x/a,s3://bucket/a")
+    assert (first.root, first.name, second.root, second.name) == ("/x/a", "a (1)", "s3://bucket/a", "a (2)")
+    first, second = entries("--dataset.repo_id=a,b", "--dataset.root=x,y")
+    assert (first.repo_id, first.root, second.repo_id, second.root) == ("a", "x", "b", "y")
+    (first,) = entries("--dataset.root=x", "--dataset.episodes=0:2", "--dataset.episode_weights=0=2")
+    assert (first.name, first.episodes, first.episode_weights) == ("x", [0, 1], "0=2")
 
 
 def test_folder_with_a_comma_in_its_name(tmp_path):
@@ -55,10 +55,14 @@ dataset:
 def test_list_in_a_file(way, tmp_path):
     (tmp_path / "run.yaml").write_text(FILES[way])
     config = load_config([f"--config={tmp_path / 'run.yaml'}"])
-    one, two = entries_of(config.dataset)
-    assert (one.name, one.weight, one.episodes) == ("lab/a", 2, "5:9")  # YAML 1.1 has it as the number 309
-    assert one.rename_map == {"observation.image": "observation.images.top"}
-    assert (two.name, two.root, two.exclude_episodes) == ("b", "data/b", [1, 2])
+    first, second = entries_of(config.dataset)
+    assert (first.name, first.weight, first.episodes) == (
+        "lab/a",
+        2,
+        "5:9",
+    )  # YAML 1.1 has it as the number 309
+    assert first.rename_map == {"observation.image": "observation.images.top"}
+    assert (second.name, second.root, second.exclude_episodes) == ("b", "data/b", [1, 2])
     again = build_config(flatten(config.to_dict()))
     assert again.dataset == config.dataset
     assert absolute_roots(config.dataset).mix[1].root == str(Path("data/b").absolute())
@@ -71,8 +75,8 @@ def test_names_in_a_file_and_a_list_as_a_flag(tmp_path):
         "lab/a",
         "lab/b",
     ]
-    one, two = entries("--dataset.mix=[{repo_id: a, weight: 1}, {repo_id: b, weight: 2}]")
-    assert (one.weight, two.weight) == (1, 2)
+    first, second = entries("--dataset.mix=[{repo_id: a, weight: 1}, {repo_id: b, weight: 2}]")
+    assert (first.weight, second.weight) == (1, 2)
 
 
 @pytest.mark.parametrize(

@@ -65,19 +65,19 @@ RENAMED = {"other": {"rename_map": {WRIST[:-1]: WRIST}}}
 
 
 def test_rows_episodes_and_frames_are_numbered_through(folders):
-    one, other = (open_dataset(root=folders[name]) for name in ("sample", "other"))
-    both = join_datasets([Member("sample", one), Member("other", other, **RENAMED["other"])])
-    assert len(both) == len(one) + len(other)
+    sample, other = (open_dataset(root=folders[name]) for name in ("sample", "other"))
+    both = join_datasets([Member("sample", sample), Member("other", other, **RENAMED["other"])])
+    assert len(both) == len(sample) + len(other)
     assert both.episodes.index.tolist() == [0, 1, 2, 3, 4, 5]
     assert both.columns["index"].tolist() == [*range(len(both))]
-    assert both.columns[DATASET_NUMBER].tolist() == [0] * len(one) + [1] * len(other)
+    assert both.columns[DATASET_NUMBER].tolist() == [0] * len(sample) + [1] * len(other)
     assert "next.done" not in both.columns and "comment" not in both.strings  # not all have it
-    rows = np.array([3, len(one) - 1, len(one), len(both) - 1])
+    rows = np.array([3, len(sample) - 1, len(sample), len(both) - 1])
     deltas = {"action": [0, 1, 30], TOP: [-1, 0]}
     read, mine, theirs = (
         both.read(rows, deltas),
-        one.read(rows[:2], deltas),
-        other.read(rows[2:] - len(one), deltas),
+        sample.read(rows[:2], deltas),
+        other.read(rows[2:] - len(sample), deltas),
     )
     for name in ("action", "action_is_pad", "observation.state", TOP):
         assert np.array_equal(read[name], np.concatenate([mine[name], theirs[name]])), name
@@ -95,16 +95,18 @@ def test_any_selection_of_any_datasets_reads_what_each_has(lengths, data, tmp_pa
     opened = []
     for number, each in enumerate(lengths):
         write(folder / str(number), each, cameras=(), first=100 * number, task=f"task {number % 2}")
-        chosen = data.draw(st.sets(st.integers(0, len(each) - 1), min_size=1))
-        opened.append(open_dataset(root=folder / str(number), episodes=sorted(chosen)))
-    both = join_datasets([Member(str(n), one) for n, one in enumerate(opened)])
-    assert np.array_equal(both.columns["action"], np.concatenate([one.columns["action"] for one in opened]))
+        subset = data.draw(st.sets(st.integers(0, len(each) - 1), min_size=1))
+        opened.append(open_dataset(root=folder / str(number), episodes=sorted(subset)))
+    both = join_datasets([Member(str(n), dataset) for n, dataset in enumerate(opened)])
+    assert np.array_equal(
+        both.columns["action"], np.concatenate([dataset.columns["action"] for dataset in opened])
+    )
     assert both.read(np.arange(len(both)))["task"] == [
-        task for one in opened for task in one.read(np.arange(len(one)))["task"]
+        task for dataset in opened for task in dataset.read(np.arange(len(dataset)))["task"]
     ]
     assert len(set(both.columns["index"].tolist())) == len(both)
     assert np.array_equal(both.columns["index"], both.frame_ids(np.arange(len(both))))
-    assert [len(both.only(n)) for n in range(len(opened))] == [len(one) for one in opened]
+    assert [len(both.only(n)) for n in range(len(opened))] == [len(dataset) for dataset in opened]
     some = data.draw(st.sets(st.sampled_from(both.episodes.index.tolist()), min_size=1))
     part = both.select(sorted(some))
     assert np.array_equal(part.columns["episode_index"], np.repeat(part.episodes.index, part.episodes.length))
@@ -114,11 +116,11 @@ def test_any_selection_of_any_datasets_reads_what_each_has(lengths, data, tmp_pa
 
 def test_statistics_are_merged_as_lerobot_does(folders):
     both = join_datasets(members(folders, "sample", "other"), on_missing_camera="drop")
-    own = [open_dataset(root=folders[name]).stats for name in ("sample", "other")]
-    merged = aggregate_stats([{"action": stats["action"]} for stats in own])["action"]
+    stats_of_each = [open_dataset(root=folders[name]).stats for name in ("sample", "other")]
+    merged = aggregate_stats([{"action": stats["action"]} for stats in stats_of_each])["action"]
     for key, value in merged.items():
         assert np.allclose(both.stats["action"][key], value)
-    assert np.array_equal(both.only(1).stats["action"]["mean"], own[1]["action"]["mean"])
+    assert np.array_equal(both.only(1).stats["action"]["mean"], stats_of_each[1]["action"]["mean"])
     assert both.features["action"].dtype == "float32"  # float64 in one of them
 
 
@@ -176,18 +178,18 @@ def test_frames_are_decoded_once_in_each_epoch_of_each(tier, weights, folders):
     config = DatasetConfig(cache=CacheConfig(tier=tier))
     loader = open_loader(both, config, {TOP: [-1, 0]}, cameras=[TOP, WRIST], batch_size=4)
     steps = len(both) // 4
-    seen = dict.fromkeys(both.names, 0)
+    samples = dict.fromkeys(both.names, 0)
     for (batch,) in loader.steps(0, steps):
         rows = batch["index"].numpy()
-        wanted = both.read(rows, {TOP: [-1, 0]})
-        assert torch.equal(batch[TOP], torch.from_numpy(wanted[TOP]))
+        expected = both.read(rows, {TOP: [-1, 0]})
+        assert torch.equal(batch[TOP], torch.from_numpy(expected[TOP]))
         for number in batch[DATASET_NUMBER].tolist():
-            seen[both.names[number]] += 1
+            samples[both.names[number]] += 1
     told = loader.progress(steps)
-    assert {name: counts.samples for name, counts in told.items()} == seen
+    assert {name: counts.samples for name, counts in told.items()} == samples
     if weights[0]:
         assert told["sample"].share == pytest.approx(0.75, abs=0.05)
-        assert told["sample"].epochs == pytest.approx(seen["sample"] / 38)
+        assert told["sample"].epochs == pytest.approx(samples["sample"] / 38)
     else:
         assert told["sample"].epochs == pytest.approx(told["other"].epochs, abs=0.15)
         assert loader.counters()["decoded"] <= 2 * len(both) * 1.1
@@ -216,5 +218,5 @@ def test_what_differs_shows_in_the_fingerprint_and_the_cache(folders):
     weighted = joined(sample={"weight": 1.0}, other={"weight": 2.0})
     assert len({each.fingerprint() for each in (plain, renamed, weighted)}) == 3
     assert plain.content() == weighted.content() != renamed.content()
-    one = members(folders, "sample")
-    assert join_datasets(one).content() == one[0].dataset.content()  # cached frames are shared
+    single = members(folders, "sample")
+    assert join_datasets(single).content() == single[0].dataset.content()  # cached frames are shared

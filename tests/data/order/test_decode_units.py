@@ -146,8 +146,8 @@ def test_long_episodes_are_cut_all_the_same():
     )  # two frames of every stride, some twenty windows of seven strides
     small = build_units(lengths, starts, [SARM], most=64)
     assert small.count.max() <= 128 < units.count.max()
-    whole = build_units(lengths, [gops(lengths, 250)], [SARM], most=1000)
-    assert whole.count.max() <= 2000
+    long = build_units(lengths, [gops(lengths, 250)], [SARM], most=1000)
+    assert long.count.max() <= 2000
 
 
 def test_episodes_shorter_than_their_window():

@@ -30,13 +30,13 @@ def test_counts_of_integers_are_exact():
 @given(st.lists(st.integers(1, 50), min_size=1, max_size=5), st.integers(0, 1000), st.integers(1, 200))
 def test_every_position_belongs_to_one_part_and_numbers_lead_back(counts, position, length):
     shares = Shares(counts)
-    found = []
+    positions = []
     for part in range(len(counts)):
         first, end = shares.count_before(part, position), shares.count_before(part, position + length)
-        found.append(shares.position(part, np.arange(first, end)))
+        positions.append(shares.position(part, np.arange(first, end)))
         # never far from its share, in any stretch
         assert abs((end - first) - length * counts[part] / sum(counts)) < len(counts) + 1
-    assert sorted(np.concatenate(found).tolist()) == [*range(position, position + length)]
+    assert sorted(np.concatenate(positions).tolist()) == [*range(position, position + length)]
 
 
 def mixed(sizes, counts, kind, seed=3):
@@ -68,10 +68,10 @@ def test_each_part_has_each_sample_once_in_each_of_its_epochs(parts, kind, batch
     sample, epoch = (np.concatenate([getattr(p, name) for p in picks]) for name in ("sample", "epoch"))
     first = 0
     for number, size in enumerate(sizes):
-        own = (sample >= first) & (sample < first + size)
-        assert own.sum() == order.counts_before(len(picks) * batch)[number]
-        for each in range(own.sum() // size):  # its complete epochs
-            assert sorted(sample[own & (epoch == each)]) == [*range(first, first + size)]
+        mask = (sample >= first) & (sample < first + size)
+        assert mask.sum() == order.counts_before(len(picks) * batch)[number]
+        for each in range(mask.sum() // size):  # its complete epochs
+            assert sorted(sample[mask & (epoch == each)]) == [*range(first, first + size)]
         first += size
 
 
@@ -80,13 +80,13 @@ def test_each_part_has_each_sample_once_in_each_of_its_epochs(parts, kind, batch
 def test_any_split_of_a_batch_and_any_start_give_the_same_samples(parts, kind, step, ranks, share):
     sizes, counts = zip(*parts)
     batch = ranks * share
-    whole = mixed(sizes, counts, kind).select(step * batch, batch)
+    picks_of_all = mixed(sizes, counts, kind).select(step * batch, batch)
     again = mixed(sizes, counts, kind)
     again.select(0, 7)  # what was asked before changes nothing
-    assert np.array_equal(again.samples(step * batch, batch), whole.sample)
-    assert np.array_equal(np.sort(whole.position), np.arange(step * batch, (step + 1) * batch))
+    assert np.array_equal(again.samples(step * batch, batch), picks_of_all.sample)
+    assert np.array_equal(np.sort(picks_of_all.position), np.arange(step * batch, (step + 1) * batch))
     pieces = np.concatenate([mixed(sizes, counts, kind).samples(step * batch + i, 1) for i in range(batch)])
-    assert np.array_equal(np.sort(pieces), np.sort(whole.sample))
+    assert np.array_equal(np.sort(pieces), np.sort(picks_of_all.sample))
 
 
 @given(sizes_and_counts, st.integers(1, 20))

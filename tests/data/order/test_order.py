@@ -55,10 +55,10 @@ def test_sizes_around_powers_of_two(size):
 
 
 def test_permutations_look_shuffled_and_differ_by_key():
-    one, two = (Permutation(10_000, "order", 1, epoch)(np.arange(10_000)) for epoch in (0, 1))
-    assert (one == two).sum() < 20 and (one == np.arange(10_000)).sum() < 20
-    assert abs(np.corrcoef(one, np.arange(10_000))[0, 1]) < 0.04
-    assert abs(np.corrcoef(one[:-1], one[1:])[0, 1]) < 0.04
+    first, second = (Permutation(10_000, "order", 1, epoch)(np.arange(10_000)) for epoch in (0, 1))
+    assert (first == second).sum() < 20 and (first == np.arange(10_000)).sum() < 20
+    assert abs(np.corrcoef(first, np.arange(10_000))[0, 1]) < 0.04
+    assert abs(np.corrcoef(first[:-1], first[1:])[0, 1]) < 0.04
 
 
 @given(st.integers(1, 300), st.integers(1, 50), st.integers(0, 2**40), st.integers(1, 4))
@@ -66,9 +66,9 @@ def test_permutations_look_shuffled_and_differ_by_key():
 def test_every_sample_once_per_epoch_whatever_the_batch(size, batch, seed, epochs):
     order = UniformOrder(size, seed)
     batches = [order.samples(start, batch) for start in range(0, size * epochs, batch)]
-    seen = np.concatenate(batches)[: size * epochs]
+    samples = np.concatenate(batches)[: size * epochs]
     assert all(len(b) == batch for b in batches)  # full across the end of an epoch
-    for epoch in seen.reshape(epochs, size):
+    for epoch in samples.reshape(epochs, size):
         assert np.array_equal(np.sort(epoch), np.arange(size))
 
 
@@ -76,8 +76,8 @@ def test_every_sample_once_per_epoch_whatever_the_batch(size, batch, seed, epoch
 @settings(max_examples=20)
 def test_positions_mean_the_same_wherever_one_starts(size, start, count, skip):
     order = UniformOrder(size, 3)
-    whole = order.samples(start, count + skip)
-    assert np.array_equal(UniformOrder(size, 3).samples(start + skip, count), whole[skip:])
+    samples = order.samples(start, count + skip)
+    assert np.array_equal(UniformOrder(size, 3).samples(start + skip, count), samples[skip:])
 
 
 def test_seeds_and_epochs_differ():
@@ -91,11 +91,11 @@ def test_seeds_and_epochs_differ():
 def test_a_trillion_samples_cost_nothing():
     tracemalloc.start()
     order = UniformOrder(10**12, 0)
-    found = order.samples(7 * 10**12 - 50, 100)  # across the end of the seventh epoch
+    samples = order.samples(7 * 10**12 - 50, 100)  # across the end of the seventh epoch
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
     assert peak < 1_000_000
-    assert len(set(found.tolist())) >= 99 and found.min() >= 0 and found.max() < 10**12
+    assert len(set(samples.tolist())) >= 99 and samples.min() >= 0 and samples.max() < 10**12
 
 
 @given(st.lists(st.tuples(st.integers(1, 300), st.integers(0, 2**64 - 1)), min_size=1, max_size=8))
@@ -107,8 +107,8 @@ def test_many_permutations_at_once_are_bijections(ranges):
     keys = np.concatenate([np.full(size, key, np.uint64) for size, key in ranges])
     values = permute_within(offsets, sizes, keys)
     for _, key in ranges:
-        found = values[keys == np.uint64(key)]
-        assert np.array_equal(np.sort(found), np.arange(len(found)))
+        group = values[keys == np.uint64(key)]
+        assert np.array_equal(np.sort(group), np.arange(len(group)))
     assert np.array_equal(permute_within(offsets[::-3], sizes[::-3], keys[::-3]), values[::-3])
 
 
@@ -120,8 +120,8 @@ def test_streaming_gives_every_sample_once_per_epoch(units, lanes_and_pool, batc
     for epoch in (0, 1, 5):
         positions = range(epoch * order.size, (epoch + 1) * order.size, batch)
         end = (epoch + 1) * order.size
-        seen = np.concatenate([order.samples(p, min(batch, end - p)) for p in positions])
-        assert np.array_equal(np.sort(seen), np.arange(order.size))
+        samples = np.concatenate([order.samples(p, min(batch, end - p)) for p in positions])
+        assert np.array_equal(np.sort(samples), np.arange(order.size))
     across = order.select(order.size - 1, order.size + 1)  # from the end of one epoch through the next
     assert np.array_equal(np.sort(across.sample[across.epoch == 1]), np.arange(order.size))
     assert np.array_equal(np.sort(across.position), np.arange(order.size - 1, 2 * order.size))
@@ -178,8 +178,8 @@ def test_streaming_is_a_pure_function_of_the_position(units, lanes_and_pool, ste
     lanes, pool = lanes_and_pool
     order, batch = StreamingOrder(units, 5, lanes=lanes, pool=pool), 32
     starts = [step * batch * 97 for step in steps]  # over many epochs of these small datasets
-    found = [order.select(start, batch) for start in starts]
-    for start, picks in zip(starts[::-1], found[::-1]):
+    selections = [order.select(start, batch) for start in starts]
+    for start, picks in zip(starts[::-1], selections[::-1]):
         again = StreamingOrder(units, 5, lanes=lanes, pool=pool).select(start, batch)
         for name in ("position", "sample", "epoch", "lane", "pool", "unit"):
             assert np.array_equal(getattr(again, name), getattr(picks, name))
@@ -189,8 +189,8 @@ def test_streaming_is_a_pure_function_of_the_position(units, lanes_and_pool, ste
 @pytest.mark.parametrize("size", [1, 5, 4095, 4096, 4097])
 def test_blocks_of_positions_leave_no_seam(size):
     order = StreamingOrder(runs([1] * size), 0, lanes=3, pool=100)
-    whole = order.select(0, 2 * size + 200)
-    by_position = whole.sample[np.argsort(whole.position)]
+    picks = order.select(0, 2 * size + 200)
+    by_position = picks.sample[np.argsort(picks.position)]
     for start in (0, size - 1, 2 * size, 2 * size + 136):
         part = order.select(start, 64)
         assert np.array_equal(part.sample[np.argsort(part.position)], by_position[start : start + 64])
@@ -229,11 +229,11 @@ def test_streaming_costs_memory_by_units_not_samples():
     units = runs([10**9] * 1000)
     tracemalloc.start()
     order = StreamingOrder(units, 0, lanes=16, pool=512)
-    found = order.samples(7 * 10**12 - 32, 64)
+    samples = order.samples(7 * 10**12 - 32, 64)
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
     assert peak < 4_000_000
-    assert len(set(found.tolist())) >= 63 and found.min() >= 0 and found.max() < 10**12
+    assert len(set(samples.tolist())) >= 63 and samples.min() >= 0 and samples.max() < 10**12
 
 
 @given(units(), st.integers(1, 90), st.integers(0, 400))
@@ -271,11 +271,11 @@ def quality(order):
     return shuffle_quality(order, episode, np.arange(EPISODES * FRAMES), BATCH, FPS, batches=60)
 
 
-def streaming_quality(gop, deltas, lanes, held):
+def streaming_quality(gop, deltas, lanes, buffered):
     lengths = np.full(EPISODES, FRAMES)
     starts = np.arange(lengths.sum()) // gop * gop  # GOPs divide the episodes here
     units = build_units(lengths, [starts], [deltas])
-    return quality(StreamingOrder(units, 1, lanes=lanes, pool=held // lanes))
+    return quality(StreamingOrder(units, 1, lanes=lanes, pool=buffered // lanes))
 
 
 def test_quality_knows_the_extremes():
@@ -290,12 +290,12 @@ def test_quality_knows_the_extremes():
 
 
 @pytest.mark.parametrize(
-    ("gop", "deltas", "held"),
+    ("gop", "deltas", "buffered"),
     [(2, [0], 4096), (30, [0], 8192), (2, list(range(-210, 1, 30)), 5120)],
     ids=["gop-2", "gop-30", "residues"],
 )
 @pytest.mark.parametrize("lanes", [8, 64])
-def test_training_does_not_notice_the_streaming_shuffle(gop, deltas, held, lanes):
+def test_training_does_not_notice_the_streaming_shuffle(gop, deltas, buffered, lanes):
     """`held` samples in memory (2 to 4 GB of two cameras at 480x640), a batch of 64.
 
     Near-duplicates in a batch make its gradient noisier, as a smaller batch would be. With a lane for
@@ -306,12 +306,12 @@ def test_training_does_not_notice_the_streaming_shuffle(gop, deltas, held, lanes
 
     Across batches a pool repeats itself: the pairs with the next batch stay under 20 of 4,096.
     """
-    found = streaming_quality(gop, deltas, lanes, held)
+    measured = streaming_quality(gop, deltas, lanes, buffered)
     one_each = lanes == BATCH
-    assert found.effective_batch > BATCH * (0.95 if one_each else 0.75)
-    assert found.episodes > found.episodes_uniform * (0.95 if one_each else 0.85)
-    assert found.near_next < 20 + found.near_next_uniform
-    assert abs(found.correlation) < 0.12
+    assert measured.effective_batch > BATCH * (0.95 if one_each else 0.75)
+    assert measured.episodes > measured.episodes_uniform * (0.95 if one_each else 0.85)
+    assert measured.near_next < 20 + measured.near_next_uniform
+    assert abs(measured.correlation) < 0.12
 
 
 @pytest.mark.parametrize("size", [5, BLOCK, 3 * BLOCK + 17])

@@ -83,7 +83,7 @@ def test_the_card_describes_the_dataset(server, samples, capsys):
         "visualize_dataset?path=ann/pens",
     ):
         assert part in message, part
-    assert not server.asked
+    assert not server.request_lines
 
 
 def test_pushed_again_only_what_is_new(server, samples, tmp_path):
@@ -126,7 +126,7 @@ def test_a_push_that_is_interrupted_is_no_dataset_and_continues(server, samples,
     monkeypatch.setattr(push, "COMMIT_FILES", 2)
     monkeypatch.setattr(hub_errors, "PATIENCE", 0.3)
     server.before_commit = lambda: setattr(
-        server, "unplugged", sum("/commit/" in asked for asked in server.asked) >= at
+        server, "unplugged", sum("/commit/" in request for request in server.request_lines) >= at
     )
     with pytest.raises(hub_errors.HubError, match="Can't reach"):
         push_dataset(samples["v3.0"], NAME)
@@ -195,7 +195,7 @@ def test_what_is_not_a_dataset(server, samples, tmp_path):
         DatasetError, match=r"is not complete: 1 of its files are missing(.|\n)*flexor data check"
     ):
         push_dataset(root, NAME)
-    assert not server.asked
+    assert not server.request_lines
 
 
 @pytest.mark.parametrize(

@@ -46,7 +46,7 @@ from support.damage import (
 from support.legacy import to_v2
 from support.limits import LIMIT_S
 from support.samples import reencode, write_video
-from support.written import FPS, LENGTHS, SIDE, STILL, TASKS, TOP, picture, write
+from support.small_datasets import FPS, LENGTHS, SIDE, STILL, TASKS, TOP, picture, write
 
 ALL = [0, 1, 2, 3]
 

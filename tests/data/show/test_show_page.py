@@ -21,7 +21,7 @@ from flexor.data.show.page import SCRIPTS, STYLES, page_data, show_dataset
 from flexor.pages.page import page
 from support.browser import Browser, find_browser
 from support.damage import truncate
-from support.written import SIDE, STILL, TOP, write
+from support.small_datasets import SIDE, STILL, TOP, write
 
 HOSTILE = "</script><script>window.hacked = 1</script><img src=x onerror='window.hacked = 1'> & \"push\""
 AXES = ["height", "width", "channels"]

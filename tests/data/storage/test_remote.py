@@ -54,7 +54,7 @@ def test_the_same_batches_as_from_a_disk(server, root, deltas):
     expected = list(load(root, deltas).steps(0, 16))
     batches = list(load(server.address, deltas).steps(0, 16))
     assert all(same(a, b) for a, b in zip(expected, batches, strict=True))
-    videos = [name for name in server.whole if name.endswith(".mp4")]
+    videos = [name for name in server.whole_files if name.endswith(".mp4")]
     assert videos == []  # read in parts
 
 

@@ -101,7 +101,7 @@ def test_hub_download_is_of_the_selected_episodes_only(samples, hub_at, version)
         dataset = open_dataset("me/sample", episodes=[0])
         assert dataset.version == version and len(dataset) == 7
         np.testing.assert_array_equal(picture(dataset), picture(open_dataset(root=samples[version])))
-    fetched = [name for name in server.whole if name.startswith(("file-", "episode_"))]
+    fetched = [name for name in server.whole_files if name.startswith(("file-", "episode_"))]
     videos = [name for name in fetched if name.endswith(".mp4")]
     assert len(videos) == 1 and "000" in videos[0]
     assert not server.requests
@@ -126,7 +126,7 @@ def test_hub_streaming_reads_videos_by_ranges(samples, tmp_path, hub_at, monkeyp
         assert source.local(video).stat().st_size == source.size(video) == source.ranges(video).size
         assert source.ranges(video).name == str(source.local(video))
     assert len(server.requests) == 3 and all(name.endswith("000.mp4") for name, _, _ in server.requests)
-    assert sum(name.endswith(".mp4") for name in server.whole) == 1  # the copy
+    assert sum(name.endswith(".mp4") for name in server.whole_files) == 1  # the copy
     assert len(list((tmp_path / "blocks").rglob("*-0"))) == 1
 
 
@@ -154,7 +154,7 @@ def test_web_address(samples, web, version):
     rows = np.arange(len(local))
     np.testing.assert_array_equal(dataset.read(rows)[TOP], local.read(rows)[TOP])
     assert dataset.fingerprint() == local.fingerprint()
-    assert not [name for name in web.whole if name.endswith(".mp4")]
+    assert not [name for name in web.whole_files if name.endswith(".mp4")]
     assert any(name.endswith(".mp4") for name, _, _ in web.requests)
     assert not web.faults
 

@@ -36,7 +36,7 @@ NO_UPLOAD = (
     "import sys; from huggingface_hub import HfApi; from flexor.cli.main import program\n"
     "HfApi.batch_bucket_files = lambda *_, **__: None; sys.exit(program())"
 )
-GIVEN = ("--flavor=l4x1", "--timeout=1h")  # so that nothing is planned; `test_hf_plan.py` leaves them out
+UNPLANNED = ("--flavor=l4x1", "--timeout=1h")  # so that nothing is planned; `test_hf_plan.py` leaves them out
 
 
 one_wheel = functools.cache(flexor_wheel)  # half a second each; `test_wheel.py` makes more
@@ -50,7 +50,7 @@ def hub(monkeypatch, tmp_path):
 
 
 def launch(arguments: list[str]) -> int:
-    return launch_hf_jobs([*GIVEN, *arguments])
+    return launch_hf_jobs([*UNPLANNED, *arguments])
 
 
 def submitted(hub: JobsServer, *arguments: str) -> dict[str, Any]:
@@ -370,7 +370,7 @@ def test_ctrl_c_leaves_the_job_alone(hub):
     hub.lines = ["step 1"]
     hub.may_end.clear()
     process = subprocess.Popen(
-        [sys.executable, "-c", NO_UPLOAD, "launch", "hf-jobs", *GIVEN, "--", PENS],
+        [sys.executable, "-c", NO_UPLOAD, "launch", "hf-jobs", *UNPLANNED, "--", PENS],
         env=environment.for_cpu(HF_ENDPOINT=hub.address),
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,

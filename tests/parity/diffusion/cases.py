@@ -23,27 +23,27 @@ def case(inputs: dict, **settings: object) -> dict:
     return {"inputs": inputs, "settings": {**TINY, "normalization_mapping": MODES, **settings}}
 
 
-ONE = STATE | camera("top")
-TWO = STATE | camera("wrist") | camera("above")
+ONE_CAMERA = STATE | camera("top")
+TWO_CAMERAS = STATE | camera("wrist") | camera("above")
 LOW = STATE | ENVIRONMENT
 # With the default schedule, the first steps of acting multiply what rounding did: where there are many steps, or many
 # layers before them, another is used.
 DDIM = {"noise_scheduler_type": "DDIM"}
 CASES = {
-    "batch_norm": case(ONE),
-    "group_norm": case(ONE, use_group_norm=True),
-    "two_encoders": case(TWO),
-    "one_encoder": case(TWO, use_separate_rgb_encoder_per_camera=False, use_group_norm=True),
-    "one_encoder_batch_norm": case(TWO, use_separate_rgb_encoder_per_camera=False),
-    "crop": case(ONE, crop_shape=(33, 48)),
-    "crop_two": case(TWO, crop_shape=(40, 49), use_group_norm=True, beta_schedule="linear"),
-    "crop_shared": case(TWO, crop_shape=(35, 56), use_separate_rgb_encoder_per_camera=False),
-    "crop_middle": case(ONE, crop_shape=(35, 49), crop_is_random=False, use_group_norm=True),
-    "resize": case(ONE, resize_shape=(36, 70), use_group_norm=True),
-    "resize_crop": case(ONE, resize_shape=(64, 48), crop_ratio=0.9, use_group_norm=True),
-    "resnet34": case(ONE, vision_backbone="resnet34", use_group_norm=True),
+    "batch_norm": case(ONE_CAMERA),
+    "group_norm": case(ONE_CAMERA, use_group_norm=True),
+    "two_encoders": case(TWO_CAMERAS),
+    "one_encoder": case(TWO_CAMERAS, use_separate_rgb_encoder_per_camera=False, use_group_norm=True),
+    "one_encoder_batch_norm": case(TWO_CAMERAS, use_separate_rgb_encoder_per_camera=False),
+    "crop": case(ONE_CAMERA, crop_shape=(33, 48)),
+    "crop_two": case(TWO_CAMERAS, crop_shape=(40, 49), use_group_norm=True, beta_schedule="linear"),
+    "crop_shared": case(TWO_CAMERAS, crop_shape=(35, 56), use_separate_rgb_encoder_per_camera=False),
+    "crop_middle": case(ONE_CAMERA, crop_shape=(35, 49), crop_is_random=False, use_group_norm=True),
+    "resize": case(ONE_CAMERA, resize_shape=(36, 70), use_group_norm=True),
+    "resize_crop": case(ONE_CAMERA, resize_shape=(64, 48), crop_ratio=0.9, use_group_norm=True),
+    "resnet34": case(ONE_CAMERA, vision_backbone="resnet34", use_group_norm=True),
     "resnet50": case(
-        ONE,
+        ONE_CAMERA,
         vision_backbone="resnet50",
         use_group_norm=True,
         spatial_softmax_num_keypoints=7,
@@ -68,9 +68,9 @@ CASES = {
     "shift_only": case(LOW, use_film_scale_modulation=False, kernel_size=3, n_groups=4),
     "one_width": case(LOW, down_dims=(8,), horizon=6),
     "four_widths": case(LOW, down_dims=(8, 16, 24, 16), horizon=32, n_action_steps=9),
-    "one_observation": case(ONE, n_obs_steps=1, use_group_norm=True),
+    "one_observation": case(ONE_CAMERA, n_obs_steps=1, use_group_norm=True),
     "three_observations": case(LOW, n_obs_steps=3, n_action_steps=6),
-    "recomputed": case(ONE, gradient_checkpointing=True),
+    "recomputed": case(ONE_CAMERA, gradient_checkpointing=True),
 }
 
 

@@ -39,31 +39,35 @@ def case(inputs: dict, robot: dict | None = None, **settings: object) -> dict:
     }
 
 
-ONE = STATE | camera("top")
+ONE_CAMERA = STATE | camera("top")
 # one action of each chunk: to later ones LeRobot adds the state at that time, not the one they are relative to
 RELATIVE = {"use_relative_actions": True, "n_action_steps": 1}
-TWO = STATE | camera("wrist", 33, 70) | camera("above", 64, 48)
+TWO_CAMERAS = STATE | camera("wrist", 33, 70) | camera("above", 64, 48)
 CASES = {
-    "default": case(ONE),
-    "two_cameras": case(TWO),
+    "default": case(ONE_CAMERA),
+    "two_cameras": case(TWO_CAMERAS),
     # as LeRobot fine-tunes a published policy: its config keeps the cameras and sizes of the first robot
-    "fewer_cameras": case(TWO, robot={"observation.state": ("STATE", (5,))} | camera("above", 48, 72)),
-    "empty_camera": case(TWO, empty_cameras=2),
-    "expert_only": case(ONE, train_expert_only=True),
-    "frozen_vision": case(ONE, freeze_vision_encoder=True),
-    "recomputed": case(ONE, gradient_checkpointing=True),
-    "other_times": case(ONE, **TIMES, num_inference_steps=5),
-    "other_sizes": case(ONE, max_state_dim=7, max_action_dim=5, image_resolution=(42, 42), chunk_size=9),
-    "small_reader": case(ONE, paligemma_variant="gemma_300m", action_expert_variant="gemma_2b"),
-    "min_max": case(ONE, normalization_mapping=MIN_MAX),
-    "relative": case(ONE, **RELATIVE),
+    "fewer_cameras": case(
+        TWO_CAMERAS, robot={"observation.state": ("STATE", (5,))} | camera("above", 48, 72)
+    ),
+    "empty_camera": case(TWO_CAMERAS, empty_cameras=2),
+    "expert_only": case(ONE_CAMERA, train_expert_only=True),
+    "frozen_vision": case(ONE_CAMERA, freeze_vision_encoder=True),
+    "recomputed": case(ONE_CAMERA, gradient_checkpointing=True),
+    "other_times": case(ONE_CAMERA, **TIMES, num_inference_steps=5),
+    "other_sizes": case(
+        ONE_CAMERA, max_state_dim=7, max_action_dim=5, image_resolution=(42, 42), chunk_size=9
+    ),
+    "small_reader": case(ONE_CAMERA, paligemma_variant="gemma_300m", action_expert_variant="gemma_2b"),
+    "min_max": case(ONE_CAMERA, normalization_mapping=MIN_MAX),
+    "relative": case(ONE_CAMERA, **RELATIVE),
     "relative_but_one": case(
-        ONE,
+        ONE_CAMERA,
         **RELATIVE,
         relative_exclude_joints=["grip"],
         action_feature_names=["x", "y", "gripper"],
     ),
-    "truncated": case(ONE, tokenizer_max_length=8),
+    "truncated": case(ONE_CAMERA, tokenizer_max_length=8),
 }
 
 

@@ -3,12 +3,12 @@
 from parity.pi0 import cases as pi0
 from parity.pi0.cases import (
     MODES,
-    ONE,
+    ONE_CAMERA,
     PARTS,
     RELATIVE,
     STEPS,
     TIMES,
-    TWO,
+    TWO_CAMERAS,
     fill_policy,
     make_files,
     training_batch,
@@ -24,15 +24,17 @@ def case(inputs: dict, **settings: object) -> dict:
 
 
 CASES = {
-    "default": case(ONE),
-    "two_cameras": case(TWO),
-    "empty_camera": case(TWO, empty_cameras=1),
-    "expert_only": case(ONE, train_expert_only=True),
-    "frozen_vision": case(ONE, freeze_vision_encoder=True),
-    "recomputed": case(ONE, gradient_checkpointing=True),
-    "other_times": case(ONE, **TIMES, num_inference_steps=5),
-    "other_sizes": case(ONE, max_state_dim=7, max_action_dim=5, image_resolution=(42, 42), chunk_size=9),
-    "mean_std": case(ONE, normalization_mapping=MODES),
-    "relative": case(ONE, **RELATIVE),
-    "truncated": case(ONE, tokenizer_max_length=40),
+    "default": case(ONE_CAMERA),
+    "two_cameras": case(TWO_CAMERAS),
+    "empty_camera": case(TWO_CAMERAS, empty_cameras=1),
+    "expert_only": case(ONE_CAMERA, train_expert_only=True),
+    "frozen_vision": case(ONE_CAMERA, freeze_vision_encoder=True),
+    "recomputed": case(ONE_CAMERA, gradient_checkpointing=True),
+    "other_times": case(ONE_CAMERA, **TIMES, num_inference_steps=5),
+    "other_sizes": case(
+        ONE_CAMERA, max_state_dim=7, max_action_dim=5, image_resolution=(42, 42), chunk_size=9
+    ),
+    "mean_std": case(ONE_CAMERA, normalization_mapping=MODES),
+    "relative": case(ONE_CAMERA, **RELATIVE),
+    "truncated": case(ONE_CAMERA, tokenizer_max_length=40),
 }

@@ -41,17 +41,17 @@ def case(inputs: dict, **settings: object) -> dict:
     return {"inputs": inputs, "settings": {**TINY, "normalization_mapping": MODES, **settings}}
 
 
-ONE = STATE | camera("top")
+ONE_CAMERA = STATE | camera("top")
 CASES = {
-    "default": case(ONE),
+    "default": case(ONE_CAMERA),
     "two_cameras": case(STATE | camera("wrist", 33, 70) | camera("above", 64, 48)),
-    "without_cache": case(ONE, use_kv_cache=False),
-    "long": case(ONE, max_decoding_steps=30, chunk_size=9, n_action_steps=9),
-    "cut_off": case(ONE, max_action_tokens=20),
-    "recomputed": case(ONE, gradient_checkpointing=True),
-    "quantiles": case(ONE, normalization_mapping=QUANTILES, tokenizer_max_length=60),
-    "small": case(ONE, paligemma_variant="gemma_300m"),
-    "relative": case(ONE, use_relative_actions=True, n_action_steps=6),
+    "without_cache": case(ONE_CAMERA, use_kv_cache=False),
+    "long": case(ONE_CAMERA, max_decoding_steps=30, chunk_size=9, n_action_steps=9),
+    "cut_off": case(ONE_CAMERA, max_action_tokens=20),
+    "recomputed": case(ONE_CAMERA, gradient_checkpointing=True),
+    "quantiles": case(ONE_CAMERA, normalization_mapping=QUANTILES, tokenizer_max_length=60),
+    "small": case(ONE_CAMERA, paligemma_variant="gemma_300m"),
+    "relative": case(ONE_CAMERA, use_relative_actions=True, n_action_steps=6),
 }
 CASES["relative"]["acts"] = False  # LeRobot adds the state at the time of each action
 

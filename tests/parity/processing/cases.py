@@ -69,8 +69,8 @@ _SETTINGS |= {
 }
 NAMES = ("observation.images.top", "observation.images.side", "observation.state", "observation.other")
 _SETTINGS |= {
-    f"rename {what}": {"rename_map": {f"observation.{a}": f"observation.{b}" for a, b in names.items()}}
-    for what, names in {
+    f"rename {name}": {"rename_map": {f"observation.{a}": f"observation.{b}" for a, b in names.items()}}
+    for name, names in {
         "nothing": {},
         "some": {"images.top": "images.camera1", "state": "joints"},
         "two of them round": {"images.top": "images.side", "images.side": "images.top"},
@@ -78,7 +78,7 @@ _SETTINGS |= {
     }.items()
 }
 _SETTINGS |= {
-    f"normalize {what}": {
+    f"normalize {name}": {
         "eps": 1e-8,
         "features": {
             key: {"type": "ACTION" if key == "action" else "STATE", "shape": [4]}
@@ -87,7 +87,7 @@ _SETTINGS |= {
         "norm_map": {"STATE": "MEAN_STD", "ACTION": "MIN_MAX"},
         **keys,
     }
-    for what, keys in {
+    for name, keys in {
         "all": {},
         "one": {"normalize_observation_keys": ["observation.other"]},
         "none": {"normalize_observation_keys": []},
@@ -102,9 +102,9 @@ def images(shape: tuple[int, ...]) -> np.ndarray:
 
 def states() -> np.ndarray:
     """[3, 10] normalised states."""
-    drawn = uniform("state", (3, len(EDGES)), -1.2, 1.2)
-    drawn[0] = EDGES
-    return drawn
+    values = uniform("state", (3, len(EDGES)), -1.2, 1.2)
+    values[0] = EDGES
+    return values
 
 
 def some(pixels: torch.Tensor) -> list:

@@ -33,8 +33,8 @@ from parity.records import values
 def measure(case: dict) -> dict:
     settings = dict(case["settings"])
     if "where" in settings:
-        given = torch.from_numpy(images(settings.pop("shape")))
-        return {"pixels": some(resize_with_padding(given, **settings))}
+        pixels = torch.from_numpy(images(settings.pop("shape")))
+        return {"pixels": some(resize_with_padding(pixels, **settings))}
     if case["name"].startswith("real time "):
         return real_time(settings)
     if case["name"].startswith("rename "):
@@ -51,31 +51,30 @@ def measure(case: dict) -> dict:
 
 
 def normalize(settings: dict) -> dict:
-    given = {
+    tensors = {
         part: {k: torch.from_numpy(v) for k, v in named.items()}
         for part, named in normalized_values().items()
     }
     out = {}
     for name in ("normalizer_processor", "unnormalizer_processor"):
         step = STEPS[name].from_config(settings)
-        step.load_state(given["stats"])
+        step.load_state(tensors["stats"])
         assert step.config() == settings
-        out[name] = {key: values(value) for key, value in step(given["values"]).items()}
+        out[name] = {key: values(value) for key, value in step(tensors["values"]).items()}
     return {"normalized": out}
 
 
 def relative(step: RelativeActions) -> dict:
-    seen = {"observation.state": torch.from_numpy(states())}
+    observed = {"observation.state": torch.from_numpy(states())}
     out: dict[str, list] = {"relative": [], "absolute": []}
     for shape in ((), (CHUNK,)):
-        given = torch.from_numpy(actions(*shape))
-        out["relative"].append(values(step({**seen, "action": given})["action"]))
-        after = AbsoluteActions(True, step)({"action": given}, StepContext(observation=seen))
+        chunk = torch.from_numpy(actions(*shape))
+        out["relative"].append(values(step({**observed, "action": chunk})["action"]))
+        after = AbsoluteActions(True, step)({"action": chunk}, StepContext(observation=observed))
         out["absolute"].append(values(after["action"]))
-    start = np.cumsum((0, *LENGTHS))[:-1]
-    dataset: Any = SimpleNamespace(
-        columns=recorded(), episodes=SimpleNamespace(start=start, length=np.array(LENGTHS))
-    )
+    end = np.cumsum(LENGTHS)
+    episodes = SimpleNamespace(start=end - LENGTHS, end=end, length=np.array(LENGTHS))
+    dataset: Any = SimpleNamespace(columns=recorded(), episodes=episodes)
     stats = relative_action_stats(dataset, step.relative(4), CHUNK)
     out["stats"] = [np.asarray(stats[name]).tolist() for name in sorted(stats)]
     return out

@@ -64,30 +64,30 @@ def rename(settings: dict) -> dict:
 def normalize(settings: dict) -> dict:
     from lerobot.processor import ProcessorStepRegistry, TransitionKey
 
-    given = {
+    tensors = {
         part: {k: torch.from_numpy(v) for k, v in named.items()}
         for part, named in normalized_values().items()
     }
-    action = given["values"].pop("action")
+    action = tensors["values"].pop("action")
     out = {}
     for name in ("normalizer_processor", "unnormalizer_processor"):
         step = ProcessorStepRegistry.get(name)(**settings)
-        step.load_state_dict(given["stats"])
+        step.load_state_dict(tensors["stats"])
         assert json.loads(json.dumps(step.get_config())) == settings
-        done = step({TransitionKey.OBSERVATION: given["values"], TransitionKey.ACTION: action})
-        seen = {**done[TransitionKey.OBSERVATION], "action": done[TransitionKey.ACTION]}
-        out[name] = {key: values(value) for key, value in seen.items()}
+        done = step({TransitionKey.OBSERVATION: tensors["values"], TransitionKey.ACTION: action})
+        normalized = {**done[TransitionKey.OBSERVATION], "action": done[TransitionKey.ACTION]}
+        out[name] = {key: values(value) for key, value in normalized.items()}
     return {"normalized": out}
 
 
 def resize(settings: dict) -> torch.Tensor:
     from lerobot.policies.common.vla_utils import resize_with_pad, resize_with_pad_torch
 
-    given = torch.from_numpy(images(settings["shape"]))
+    pixels = torch.from_numpy(images(settings["shape"]))
     size = settings["height"], settings["width"]
     if settings["where"] == "centre":
-        return resize_with_pad_torch(given, *size)
-    return resize_with_pad(given, *size, pad_value=0)
+        return resize_with_pad_torch(pixels, *size)
+    return resize_with_pad(pixels, *size, pad_value=0)
 
 
 def relative(settings: dict) -> dict:
@@ -98,11 +98,11 @@ def relative(settings: dict) -> dict:
     assert step.get_config() == settings
     out: dict[str, list] = {"relative": [], "absolute": []}
     for shape in ((), (CHUNK,)):
-        given = torch.from_numpy(actions(*shape))
-        seen = {"observation.state": torch.from_numpy(states())}
-        done = step({TransitionKey.OBSERVATION: seen, TransitionKey.ACTION: given})
+        chunk = torch.from_numpy(actions(*shape))
+        observed = {"observation.state": torch.from_numpy(states())}
+        done = step({TransitionKey.OBSERVATION: observed, TransitionKey.ACTION: chunk})
         out["relative"].append(values(done[TransitionKey.ACTION]))
-        after = AbsoluteActionsProcessorStep(True, step)({TransitionKey.ACTION: given})
+        after = AbsoluteActionsProcessorStep(True, step)({TransitionKey.ACTION: chunk})
         out["absolute"].append(values(after[TransitionKey.ACTION]))
     features = {"action": {"shape": (4,), "names": settings["action_names"]}}
     stats = compute_relative_action_stats(recorded(), features, CHUNK, settings["exclude_joints"])

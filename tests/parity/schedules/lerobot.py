@@ -20,8 +20,8 @@ def measure(case: dict) -> dict:
     scheduler.set_timesteps(steps)
     x, path = tensor("x"), []
     for level in scheduler.timesteps:
-        drawn = tensor(f"step{level}")
-        with patch("diffusers.schedulers.scheduling_ddpm.randn_tensor", lambda *_, drawn=drawn, **__: drawn):
+        noise = tensor(f"step{level}")
+        with patch("diffusers.schedulers.scheduling_ddpm.randn_tensor", lambda *_, noise=noise, **__: noise):
             x = scheduler.step(tensor(f"predicted{level}"), level, x).prev_sample
         path.append(x)
     signal = values(scheduler.alphas_cumprod[::SPACING])

@@ -34,41 +34,43 @@ def case(inputs: dict, acts: bool = True, robot: dict | None = None, **settings:
     }
 
 
-ONE = STATE | camera("top")
-TWO = STATE | camera("wrist", 56, 40) | camera("above")
+ONE_CAMERA = STATE | camera("top")
+TWO_CAMERAS = STATE | camera("wrist", 56, 40) | camera("above")
 OTHER = {"observation.state": ("STATE", (5,))} | camera("above", 48, 72)
 ALL = {"train_expert_only": False, "freeze_vision_encoder": False}
 EDGES = {"add_image_special_tokens": True}
 ALWAYS_CROSS = {"self_attn_every_n_layers": -1}
 SELF = {"attention_mode": "self_attn"}
 CASES = {
-    "frozen": case(ONE),
-    "width": case(ONE, expert_width_multiplier=0.75, max_state_dim=32, max_action_dim=32, num_steps=10),
-    "all": case(ONE, **ALL),
-    "frozen_vision": case(TWO, train_expert_only=False),
-    "frozen_state": case(ONE, train_state_proj=False),
-    "two_cameras": case(TWO, prefix_length=30),
-    "one_missing": case(ONE, empty_cameras=1),
-    "two_missing": case(ONE, empty_cameras=2, **EDGES),
-    "special_tokens": case(TWO, **EDGES),
-    "special_tokens_all": case(ONE, prefix_length=40, **EDGES, **ALL),
-    "self_attention": case(ONE, **SELF),
-    "self_attention_all": case(TWO, **SELF, **ALL),
-    "always_cross": case(ONE, **ALWAYS_CROSS),
-    "never_cross": case(ONE, self_attn_every_n_layers=1),
-    "every_third": case(ONE, self_attn_every_n_layers=3, num_vlm_layers=-1),
-    "half_as_many": case(ONE, num_expert_layers=2, **ALWAYS_CROSS),
+    "frozen": case(ONE_CAMERA),
+    "width": case(
+        ONE_CAMERA, expert_width_multiplier=0.75, max_state_dim=32, max_action_dim=32, num_steps=10
+    ),
+    "all": case(ONE_CAMERA, **ALL),
+    "frozen_vision": case(TWO_CAMERAS, train_expert_only=False),
+    "frozen_state": case(ONE_CAMERA, train_state_proj=False),
+    "two_cameras": case(TWO_CAMERAS, prefix_length=30),
+    "one_missing": case(ONE_CAMERA, empty_cameras=1),
+    "two_missing": case(ONE_CAMERA, empty_cameras=2, **EDGES),
+    "special_tokens": case(TWO_CAMERAS, **EDGES),
+    "special_tokens_all": case(ONE_CAMERA, prefix_length=40, **EDGES, **ALL),
+    "self_attention": case(ONE_CAMERA, **SELF),
+    "self_attention_all": case(TWO_CAMERAS, **SELF, **ALL),
+    "always_cross": case(ONE_CAMERA, **ALWAYS_CROSS),
+    "never_cross": case(ONE_CAMERA, self_attn_every_n_layers=1),
+    "every_third": case(ONE_CAMERA, self_attn_every_n_layers=3, num_vlm_layers=-1),
+    "half_as_many": case(ONE_CAMERA, num_expert_layers=2, **ALWAYS_CROSS),
     # LeRobot can't act where a layer of self-attention has no layer of the expert
-    "half_as_many_all": case(TWO, False, num_expert_layers=2, **SELF, **ALL),
-    "one_layer_all": case(ONE, False, num_expert_layers=1, **ALL),
-    "padded_words": case(ONE, pad_language_to="max_length"),
-    "truncated": case(ONE, tokenizer_max_length=3),
-    "large_images": case(ONE, resize_imgs_with_padding=(64, 64)),
-    "small_images": case(TWO, resize_imgs_with_padding=(16, 16)),
+    "half_as_many_all": case(TWO_CAMERAS, False, num_expert_layers=2, **SELF, **ALL),
+    "one_layer_all": case(ONE_CAMERA, False, num_expert_layers=1, **ALL),
+    "padded_words": case(ONE_CAMERA, pad_language_to="max_length"),
+    "truncated": case(ONE_CAMERA, tokenizer_max_length=3),
+    "large_images": case(ONE_CAMERA, resize_imgs_with_padding=(64, 64)),
+    "small_images": case(TWO_CAMERAS, resize_imgs_with_padding=(16, 16)),
     # as LeRobot fine-tunes a published policy: its config keeps the cameras and sizes of the first robot
-    "fewer_cameras": case(TWO, robot=OTHER),
-    "fewer_cameras_one_missing": case(TWO, robot=OTHER, empty_cameras=1, **EDGES),
-    "fewer_cameras_all": case(TWO, robot=OTHER, **EDGES, **ALL),
+    "fewer_cameras": case(TWO_CAMERAS, robot=OTHER),
+    "fewer_cameras_one_missing": case(TWO_CAMERAS, robot=OTHER, empty_cameras=1, **EDGES),
+    "fewer_cameras_all": case(TWO_CAMERAS, robot=OTHER, **EDGES, **ALL),
     "right_size": case(STATE | camera("top", 32, 32)),
     # LeRobot can't read null
     "not_resized": {

@@ -72,8 +72,8 @@ CASES = {
 def training_batch(case: dict) -> dict[str, np.ndarray]:
     """Windows of observations, actions and rewards; the second sample's run over the end of its episode."""
     horizon = case["settings"]["horizon"]
-    seen = [observation(case["inputs"], f"training {t}") for t in range(horizon + 1)]
-    batch = {key: np.stack([each[key] for each in seen], 1) for key in case["inputs"]}
+    steps = [observation(case["inputs"], f"training {t}") for t in range(horizon + 1)]
+    batch = {key: np.stack([each[key] for each in steps], 1) for key in case["inputs"]}
     batch["action"] = uniform("action", (BATCH, horizon, *ACTION["action"][1]), -0.5, 1.5)
     batch["next.reward"] = uniform("reward", (BATCH, horizon), -1.0, 2.0)
     batch["index"] = np.arange(BATCH)

@@ -45,15 +45,15 @@ def acting(policy: Any, moment: str) -> Iterator[None]:
 
     def randn(*shape: int, device: object) -> torch.Tensor:
         name = f"plan/{done['rounds']}/samples"
-        drawn = draws.normal(name, (batch, config.n_gaussian_samples, horizon, width))
-        return drawn.permute(2, 1, 0, 3)
+        samples = draws.normal(name, (batch, config.n_gaussian_samples, horizon, width))
+        return samples.permute(2, 1, 0, 3)
 
     def randn_like(like: torch.Tensor) -> torch.Tensor:
         t = done["proposals"]
         if t < horizon and config.n_pi_samples > 0:
             done["proposals"] += 1
-            drawn = draws.normal("plan/policy", (batch, config.n_pi_samples, horizon, width))
-            return drawn[:, :, t].transpose(0, 1)
+            samples = draws.normal("plan/policy", (batch, config.n_pi_samples, horizon, width))
+            return samples[:, :, t].transpose(0, 1)
         name = f"plan/{done['rounds']}/last"
         done["rounds"] += config.q_ensemble_size <= 2  # no critics are drawn then
         return draws.normal(name, (batch, tried, width)).transpose(0, 1)

@@ -87,9 +87,9 @@ def fill_policy(policy: torch.nn.Module) -> str:
 
 def codebooks(policy: torch.nn.Module) -> list[list[float]]:
     """What a step makes of the codes, and of the flags that say which phase is next."""
-    kept = ("embed", "embed_avg", "cluster_size", "discretized", "freeze_codebook")
+    suffixes = ("embed", "embed_avg", "cluster_size", "discretized", "freeze_codebook")
     state = sorted(policy.state_dict().items())
-    return [value.float().flatten().tolist() for name, value in state if name.endswith(kept)]
+    return [value.float().flatten().tolist() for name, value in state if name.endswith(suffixes)]
 
 
 def training_batch(case: dict) -> dict[str, np.ndarray]:

@@ -56,8 +56,8 @@ def acting(policy: Any, moment: str) -> Iterator[None]:
         rows, count = probabilities.shape
         tokens, call = rows // BATCH // (1 if sequential else 2), next(calls)
         # in training each chunk has its own noise; when acting one chunk is used, whatever the others draw
-        own = tokens if moment == "training" else 1
-        noise = Draws(moment).uniform("codes", (BATCH, own, 2, count)).expand(-1, tokens, -1, -1)
+        draws = tokens if moment == "training" else 1
+        noise = Draws(moment).uniform("codes", (BATCH, draws, 2, count)).expand(-1, tokens, -1, -1)
         noise = noise[:, :, call] if sequential else noise
         gumbel = -(-noise.reshape(-1, count).log()).log()
         return (probabilities.log() + gumbel).argmax(-1, keepdim=True)

@@ -56,13 +56,13 @@ class Twice(TorchDispatchMode):
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         results = [function(*args, **(kwargs or {}))]
         results += [self.repeats.call(function, args, kwargs or {})[0] for _ in range(2)]
-        described = [_seen(result, args) for result in results]
+        described = [_described(result, args) for result in results]
         if described[0] != described[1] or described[0] != described[2]:
             self.different.append((str(function), described))
         return results[0]
 
 
-def _seen(result: Any, args: Any) -> list:
+def _described(result: Any, args: Any) -> list:
     """All of a result: also what it shares with what was given."""
     inputs = {x.untyped_storage()._cdata: at for at, x in enumerate(args) if isinstance(x, torch.Tensor)}
     return [

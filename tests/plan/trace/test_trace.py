@@ -175,7 +175,7 @@ def test_smolvla(tmp_path: Path):
     assert frozen.nbytes("optimizer") < 9 * frozen.trained
 
 
-OWN = own_policy(
+OWN_POLICY = own_policy(
     """\
         self.head = torch.nn.Linear(6, 6)
         self.register_buffer("scale", torch.tensor([2.0]))
@@ -191,11 +191,11 @@ OWN = own_policy(
 
 
 def test_a_policy_of_ones_own(tmp_path: Path):
-    (tmp_path / "own.py").write_text(OWN)
+    (tmp_path / "own.py").write_text(OWN_POLICY)
     trace = trace_step(settings(f"{tmp_path / 'own.py'}:Own"), 2, H200)
     assert trace.parameters == 6 * 6 + 6
     (point,) = set(trace.sync_points)  # a GPU would be waited for there
-    line = 1 + OWN.splitlines().index("        if (error > 100).any():")
+    line = 1 + OWN_POLICY.splitlines().index("        if (error > 100).any():")
     assert str(point) == f"bool in own.py, line {line}"
 
 

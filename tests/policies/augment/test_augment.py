@@ -24,7 +24,7 @@ from flexor.policies.augment.step import AugmentImages, augmentation, augmented
 from flexor.policies.features import Kind, PolicyFeature
 from flexor.policies.processing.pipeline import Pipeline, StepContext
 from parity import augment_flexor
-from parity.augment_cases import CASES, DRAWN
+from parity.augment_cases import CASES, PARAMETERS
 from support.image_transforms import ALL
 
 TOP, WRIST = f"{IMAGE_PREFIX}s.top", f"{IMAGE_PREFIX}s.wrist"
@@ -33,9 +33,9 @@ TOP, WRIST = f"{IMAGE_PREFIX}s.top", f"{IMAGE_PREFIX}s.wrist"
 def settings(
     *names: str, count: int = 3, random_order: bool = True, **entries: tuple
 ) -> ImageTransformsConfig:
-    chosen = {name: ImageTransformConfig(1.0, *ALL[name]) for name in names}
-    chosen |= {name: ImageTransformConfig(*entry) for name, entry in entries.items()}
-    return ImageTransformsConfig(True, count, random_order, chosen)
+    shares_of_operations = {name: ImageTransformConfig(1.0, *ALL[name]) for name in names}
+    shares_of_operations |= {name: ImageTransformConfig(*entry) for name, entry in entries.items()}
+    return ImageTransformsConfig(True, count, random_order, shares_of_operations)
 
 
 def cameras(channels: int = 3, size: tuple[int, int] = (12, 17)) -> dict[str, PolicyFeature]:
@@ -69,8 +69,8 @@ def training(ids: Tensor, step: int = 7, seed: int = 1) -> StepContext:
 @pytest.fixture(scope="module")
 def golden() -> dict[str, tuple[float, float]]:
     with np.load(augment_flexor.GOLDEN) as theirs:
-        assert {*theirs} == {f"image {name}" for name in CASES} | {f"drawn {name}" for name in DRAWN}
-        return {what: (far, limit) for what, far, limit in augment_flexor.differences(theirs)}
+        assert {*theirs} == {f"image {name}" for name in CASES} | {f"drawn {name}" for name in PARAMETERS}
+        return {name: (far, limit) for name, far, limit in augment_flexor.differences(theirs)}
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -79,7 +79,7 @@ def test_images_are_torchvisions(name, golden):
     assert far <= limit
 
 
-@pytest.mark.parametrize("name", DRAWN)
+@pytest.mark.parametrize("name", PARAMETERS)
 def test_parameters_are_distributed_as_torchvisions(name, golden):
     far, limit = golden[f"drawn {name}"]
     assert far <= limit
@@ -90,20 +90,20 @@ def test_noise_is_normal_and_of_each_frame():
         settings(noise=(1.0, "GaussianNoise", {"mean": 0, "sigma": 0.1, "clip": False})), cameras()
     )
     flat = {TOP: torch.full((40, 2, 3, 12, 17), 128, dtype=torch.uint8)}
-    found = (step(flat, training(torch.arange(40)))[TOP] - 128 / 255) / 0.1
-    assert abs(found.mean()) < 0.03 and abs(found.std() - 1) < 0.03
-    assert abs((found[:, 0] * found[:, 1]).mean()) < 0.03  # frames differ
-    assert abs((found[1:] * found[:-1]).mean()) < 0.03  # samples too
-    assert (found.abs() > 2).float().mean() == pytest.approx(0.0455, abs=0.01)
+    noise_of_images = (step(flat, training(torch.arange(40)))[TOP] - 128 / 255) / 0.1
+    assert abs(noise_of_images.mean()) < 0.03 and abs(noise_of_images.std() - 1) < 0.03
+    assert abs((noise_of_images[:, 0] * noise_of_images[:, 1]).mean()) < 0.03  # frames differ
+    assert abs((noise_of_images[1:] * noise_of_images[:-1]).mean()) < 0.03  # samples too
+    assert (noise_of_images.abs() > 2).float().mean() == pytest.approx(0.0455, abs=0.01)
 
 
 # LeRobot's choice
 
 
 def test_the_defaults_are_lerobots():
-    found = ImageTransformsConfig()
-    assert (found.enable, found.max_num_transforms, found.random_order) == (False, 3, False)
-    kinds = {name: (each.weight, each.type, each.kwargs) for name, each in found.tfs.items()}
+    defaults = ImageTransformsConfig()
+    assert (defaults.enable, defaults.max_num_transforms, defaults.random_order) == (False, 3, False)
+    kinds = {name: (each.weight, each.type, each.kwargs) for name, each in defaults.tfs.items()}
     assert kinds == {
         "brightness": (1.0, "ColorJitter", {"brightness": [0.8, 1.2]}),
         "contrast": (1.0, "ColorJitter", {"contrast": [0.8, 1.2]}),
@@ -114,7 +114,7 @@ def test_the_defaults_are_lerobots():
     }
 
 
-def chosen(weights: dict[str, float], count: int, random_order: bool, samples: int = 6000) -> Tensor:
+def orders_drawn(weights: dict[str, float], count: int, random_order: bool, samples: int = 6000) -> Tensor:
     tfs = {name: ImageTransformConfig(weight, *ALL[name]) for name, weight in weights.items()}
     transforms = read_transforms(ImageTransformsConfig(True, count, random_order, tfs))
     draw = TransformSampler(transforms, count, random_order, [(8, 8)])
@@ -123,7 +123,7 @@ def chosen(weights: dict[str, float], count: int, random_order: bool, samples: i
 
 def test_transforms_are_chosen_by_weight_without_repetition():
     weights = {"brightness": 1.0, "contrast": 2.0, "saturation": 5.0, "hue": 0.0}
-    ops = chosen(weights, 2, random_order=True)
+    ops = orders_drawn(weights, 2, random_order=True)
     values = {ImageOp.BRIGHTNESS: 1 / 8, ImageOp.CONTRAST: 2 / 8, ImageOp.SATURATION: 5 / 8}
     for first, second in itertools.permutations(values, 2):  # as torch.multinomial draws one after the other
         expected = values[first] * values[second] / (1 - values[first])
@@ -133,23 +133,26 @@ def test_transforms_are_chosen_by_weight_without_repetition():
 
 
 def test_without_random_order_they_are_applied_as_listed():
-    ops = chosen({"hue": 1.0, "brightness": 1.0, "contrast": 1.0}, 2, random_order=False)
+    ops = orders_drawn({"hue": 1.0, "brightness": 1.0, "contrast": 1.0}, 2, random_order=False)
     assert {tuple(row) for row in ops.tolist()} == {(4, 1), (4, 2), (1, 2)}
 
 
 def test_more_transforms_than_there_are_means_all_of_them():
-    assert chosen({"hue": 1.0, "brightness": 1.0}, 3, random_order=False, samples=5).tolist() == [[4, 1]] * 5
+    assert (
+        orders_drawn({"hue": 1.0, "brightness": 1.0}, 3, random_order=False, samples=5).tolist()
+        == [[4, 1]] * 5
+    )
 
 
 def test_several_colours_in_one_transform_come_in_a_random_order():
-    ops = chosen({"jitter": 1.0}, 1, random_order=False)
+    ops = orders_drawn({"jitter": 1.0}, 1, random_order=False)
     assert {*map(tuple, ops.tolist())} == {*itertools.permutations((1, 2, 3, 4))}
 
 
 def test_erasing_happens_with_its_probability():
     step = augmentation(settings(erase=(1.0, "RandomErasing", {"p": 0.3, "value": 1.0})), cameras())
-    found = step({TOP: torch.zeros(500, 1, 3, 12, 17, dtype=torch.uint8)}, training(torch.arange(500)))[TOP]
-    assert found.flatten(1).any(1).float().mean().item() == pytest.approx(0.3, abs=0.07)
+    erased = step({TOP: torch.zeros(500, 1, 3, 12, 17, dtype=torch.uint8)}, training(torch.arange(500)))[TOP]
+    assert erased.flatten(1).any(1).float().mean().item() == pytest.approx(0.3, abs=0.07)
 
 
 # keyed noise
@@ -158,25 +161,25 @@ def test_erasing_happens_with_its_probability():
 @pytest.mark.parametrize("channels", [3, 1])
 def test_a_sample_looks_the_same_however_its_batch_is_split(channels):
     step, batch, ids = made(*ALL, channels=channels), images(12, channels), torch.arange(12) * 31
-    whole = step(batch, training(ids))
+    augmented_batch = step(batch, training(ids))
     for size in (1, 5):
         parts = [
             step({name: value[n : n + size] for name, value in batch.items()}, training(ids[n : n + size]))
             for n in range(0, 12, size)
         ]
         for name in batch:
-            assert torch.equal(torch.cat([part[name] for part in parts]), whole[name])
-    assert all(value.isfinite().all() for value in whole.values())
+            assert torch.equal(torch.cat([part[name] for part in parts]), augmented_batch[name])
+    assert all(value.isfinite().all() for value in augmented_batch.values())
 
 
 def test_another_step_seed_or_sample_looks_different():
     step, batch = made("brightness", "contrast", "crop"), images(4)
     ids = torch.arange(4)
     contexts = training(ids), training(ids, step=8), training(ids, seed=2), training(ids + 4)
-    found = [step(batch, context)[TOP] for context in contexts]
-    for first, second in itertools.combinations(found, 2):
+    results = [step(batch, context)[TOP] for context in contexts]
+    for first, second in itertools.combinations(results, 2):
         assert all(not torch.equal(*pair) for pair in zip(first, second))
-    assert torch.equal(step(batch, training(ids))[TOP], found[0])
+    assert torch.equal(step(batch, training(ids))[TOP], results[0])
 
 
 def test_a_graph_draws_the_same():
@@ -192,17 +195,17 @@ def test_a_graph_draws_the_same():
 @pytest.mark.parametrize("name", [name for name in ALL if name != "noise"])
 def test_all_frames_of_a_window_get_the_same(name):
     still = {TOP: images(6, frames=1)[TOP].expand(-1, 3, -1, -1, -1)}
-    found = made(name)(still, training(torch.arange(6)))[TOP]
-    assert torch.equal(found[:, 0], found[:, 1]) and torch.equal(found[:, 0], found[:, 2])
-    assert not torch.equal(found[:, 0], still[TOP][:, 0] / 255)
+    frames = made(name)(still, training(torch.arange(6)))[TOP]
+    assert torch.equal(frames[:, 0], frames[:, 1]) and torch.equal(frames[:, 0], frames[:, 2])
+    assert not torch.equal(frames[:, 0], still[TOP][:, 0] / 255)
 
 
 def test_each_camera_has_its_own_choice():
     both = {TOP: PolicyFeature(Kind.VISUAL, (3, 8, 8)), WRIST: PolicyFeature(Kind.VISUAL, (3, 8, 8))}
     step = augmentation(settings("brightness", "crop"), both)
     same = images(8)[TOP][..., :8, :8]
-    found = step({TOP: same, WRIST: same}, training(torch.arange(8)))
-    assert all(not torch.equal(*pair) for pair in zip(found[TOP], found[WRIST]))
+    augmented_batch = step({TOP: same, WRIST: same}, training(torch.arange(8)))
+    assert all(not torch.equal(*pair) for pair in zip(augmented_batch[TOP], augmented_batch[WRIST]))
 
 
 # the kernels
@@ -218,12 +221,12 @@ def as_kernels(monkeypatch, yes: bool) -> None:
 def test_kernels_compute_the_same(name, channels, monkeypatch):
     step, batch = made(name, "brightness", channels=channels, count=2), images(16, channels)
     batch, ids = {key: value.cuda() for key, value in batch.items()}, torch.arange(16).cuda()
-    found = {}
+    results = {}
     for fused in (True, False):
         as_kernels(monkeypatch, fused)
-        found[fused] = step(batch, training(ids))
+        results[fused] = step(batch, training(ids))
     for key in batch:
-        far = (found[True][key] - found[False][key]).abs()
+        far = (results[True][key] - results[False][key]).abs()
         assert (far > 2e-5).float().mean() < 1e-3  # a nearest neighbour may be another
 
 
@@ -270,18 +273,20 @@ def test_kernels_know_the_numbers_of_the_operations():
 def test_a_plan_sees_what_a_gpu_does(name):
     step = made(name)
     batch = {key: value.to("meta") for key, value in images(3).items()}
-    found = step(batch, training(torch.arange(3, device="meta")))
+    augmented_batch = step(batch, training(torch.arange(3, device="meta")))
     for key in batch:
-        assert found[key].shape == batch[key].shape and found[key].dtype == torch.float32
+        assert augmented_batch[key].shape == batch[key].shape and augmented_batch[key].dtype == torch.float32
 
 
 def test_without_a_look_at_what_was_chosen_it_is_the_same(monkeypatch):
     """As on a GPU without Triton."""
     step, batch, ids = made(*ALL), images(12), torch.arange(12)
     expected = step(batch, training(ids))
-    monkeypatch.setattr(module, "apply_slot", lambda *given, look: plain.apply_slot(*given, look=False))
-    found = step(batch, training(ids))
-    assert all(torch.equal(found[name], value) for name, value in expected.items())
+    monkeypatch.setattr(
+        module, "apply_slot", lambda *arguments, look: plain.apply_slot(*arguments, look=False)
+    )
+    augmented_batch = step(batch, training(ids))
+    assert all(torch.equal(augmented_batch[name], value) for name, value in expected.items())
 
 
 # the processing around it
@@ -309,8 +314,8 @@ def test_images_are_augmented_before_they_are_normalised():
 
 def test_outside_of_training_nothing_is_augmented():
     before, batch = before_the_policy(), images(3)
-    expected, found = before(batch), augmented(before, made(*ALL))(batch)
-    assert all(torch.equal(found[name], value) for name, value in expected.items())
+    expected, augmented_batch = before(batch), augmented(before, made(*ALL))(batch)
+    assert all(torch.equal(augmented_batch[name], value) for name, value in expected.items())
 
 
 def test_what_is_off_is_not_there():
@@ -326,8 +331,8 @@ def test_depth_is_left_as_it_is():
     step = augmentation(settings("brightness"), cameras(), skip=[WRIST])
     batch = images(3)
     context = StepContext(training=True, noise=training(torch.arange(3)).noise, keeps_bytes=True)
-    found = step(batch, context)
-    assert found[WRIST] is batch[WRIST] and found[TOP].dtype == torch.float32
+    augmented_batch = step(batch, context)
+    assert augmented_batch[WRIST] is batch[WRIST] and augmented_batch[TOP].dtype == torch.float32
 
 
 def test_a_policy_without_a_place_for_it_is_refused():

@@ -49,8 +49,8 @@ def test_a_picture_is_written(dataset, tmp_path, capsys):
     file = tmp_path / "grid.png"
     flags = ["--dataset.image_transforms.max_num_transforms=2", "--dataset.image_transforms.tfs.hue.weight=0"]
     assert main(["data", "show", str(dataset), f"--augmented={file}", "--json", *flags]) == 0
-    said = json.loads(capsys.readouterr().out)
-    assert said["per_image"] == 2 and "hue" not in said["transforms"] and len(said["transforms"]) == 5
+    report = json.loads(capsys.readouterr().out)
+    assert report["per_image"] == 2 and "hue" not in report["transforms"] and len(report["transforms"]) == 5
     picture = read(file)
     assert picture.shape[0] > 50 and len(np.unique(picture)) > 50
     assert main(["data", "show", str(dataset), f"--augmented={tmp_path / 'again.png'}", *flags]) == 0

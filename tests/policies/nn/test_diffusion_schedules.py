@@ -23,12 +23,12 @@ def test_a_network_that_knows_the_answer_finds_it(kind, prediction):
             epsilon = (x - signal.sqrt() * clean) / (1 - signal).sqrt()
             return epsilon if prediction == "epsilon" else clean.expand_as(x)
 
-        class Drawn:
+        class StandardNoise:
             def normal(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:
                 return torch.randn(shape, generator=torch.Generator().manual_seed(len(name)))
 
-        found = schedule.sample(network, (1, 2, 2), Drawn(), clean)
-        torch.testing.assert_close(found, clean, rtol=0, atol=1e-4)
+        sampled = schedule.sample(network, (1, 2, 2), StandardNoise(), clean)
+        torch.testing.assert_close(sampled, clean, rtol=0, atol=1e-4)
 
 
 @pytest.mark.parametrize(

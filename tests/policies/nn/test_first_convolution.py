@@ -19,11 +19,11 @@ def test_squares_of_pixels(height, width, padding, bias):
     x = torch.randn(2, 3, 2 * height, 2 * width, dtype=torch.float64)
     expected = convolution(x)
     kernel = space_to_depth_kernel(convolution.weight, convolution.bias, padding)
-    found = F.conv2d(space_to_depth(x, padding, bias), kernel)
-    assert found.shape == expected.shape and torch.allclose(found, expected, atol=1e-12)
+    y = F.conv2d(space_to_depth(x, padding, bias), kernel)
+    assert y.shape == expected.shape and torch.allclose(y, expected, atol=1e-12)
     weights = list(convolution.parameters())
-    for one, other in zip(*(torch.autograd.grad(y.square().sum(), weights) for y in (expected, found))):
-        assert torch.allclose(one, other, atol=1e-9)
+    for gradient, other in zip(*(torch.autograd.grad(out.square().sum(), weights) for out in (expected, y))):
+        assert torch.allclose(gradient, other, atol=1e-9)
 
 
 @pytest.mark.gpu
@@ -35,11 +35,11 @@ def test_on_a_gpu(channels, padding, size):
     convolution = FirstConv2d(channels, 64, padding, bias=True).cuda().to(memory_format=torch.channels_last)
     x = torch.randn(4, channels, size, size, device="cuda")
     with full_float32():
-        found = convolution(x)
+        y = convolution(x)
         weights = list(convolution.parameters())
-        gradients = torch.autograd.grad(found.square().mean(), weights)
+        gradients = torch.autograd.grad(y.square().mean(), weights)
         exact = F.conv2d(x.double(), weights[0].double(), weights[1].double(), 2, padding)
         expected = torch.autograd.grad(exact.square().mean(), weights)
-    assert torch.allclose(found.double(), exact, atol=1e-5)
-    for one, other in zip(gradients, expected):
-        assert torch.allclose(one, other, atol=1e-5)
+    assert torch.allclose(y.double(), exact, atol=1e-5)
+    for gradient, other in zip(gradients, expected):
+        assert torch.allclose(gradient, other, atol=1e-5)

@@ -24,8 +24,8 @@ def test_any_leading_dimensions(where, lead):
     images = torch.rand(*lead, 3, 30, 20)
     out = resize_with_padding(images, 16, 24, where)
     assert out.shape == (*lead, 3, 16, 24)
-    one = resize_with_padding(images.reshape(-1, 3, 30, 20)[-1], 16, 24, where)
-    torch.testing.assert_close(out.reshape(-1, 3, 16, 24)[-1], one)
+    single = resize_with_padding(images.reshape(-1, 3, 30, 20)[-1], 16, 24, where)
+    torch.testing.assert_close(out.reshape(-1, 3, 16, 24)[-1], single)
 
 
 def test_an_image_of_that_size_is_not_touched():

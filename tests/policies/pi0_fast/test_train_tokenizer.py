@@ -10,7 +10,7 @@ from flexor.core.errors import ConfigError
 from flexor.data.dataset import open_dataset
 from flexor.policies.nn.fast_tokens import load_fast_tokenizer
 from flexor.policies.pi0_fast.train_tokenizer import TokenizerSettings, tokenizer_of
-from support.written import write
+from support.small_datasets import write
 
 pytest.importorskip("tokenizers")
 

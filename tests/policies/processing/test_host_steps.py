@@ -53,8 +53,8 @@ class CutPatches(ProcessingStep):
         patches = images.unfold(2, self.size, self.size).unfold(3, self.size, self.size)
         patches = patches.permute(0, 2, 3, 1, 4, 5).flatten(1, 2).flatten(2)
         positions = torch.arange(patches.shape[1]).expand(len(images), -1)
-        others = {name: value for name, value in batch.items() if name != TOP}
-        return {**others, "patches": patches, "positions": positions}
+        rest = {name: value for name, value in batch.items() if name != TOP}
+        return {**rest, "patches": patches, "positions": positions}
 
 
 def stats(factor: float = 1.0) -> dict:

@@ -176,8 +176,8 @@ def saved(folder: Path, steps: list[dict]) -> Path:
 
 @pytest.mark.parametrize("entry", [{"registry_name": "my_step"}, {"class": "some.code.my_step"}])
 def test_an_unknown_step_is_refused_by_name_and_with_what_can_be_done(entry, tmp_path):
-    said = r"policy_preprocessor\.json names .*my_step'.*@flexor\.processing_step.*delete its entry"
-    with pytest.raises(CheckpointError, match=said):
+    message = r"policy_preprocessor\.json names .*my_step'.*@flexor\.processing_step.*delete its entry"
+    with pytest.raises(CheckpointError, match=message):
         Pipeline.load(saved(tmp_path, [entry]), PREPROCESSOR)
 
 
@@ -210,19 +210,19 @@ class Relative(ProcessingStep):
     def __call__(self, batch, context=ACTING):
         if "action" not in batch:
             return batch
-        seen = context.observation if self.sign > 0 else batch
-        return {**batch, "action": batch["action"] + self.sign * seen["observation.state"][:, None]}
+        source = context.observation if self.sign > 0 else batch
+        return {**batch, "action": batch["action"] + self.sign * source["observation.state"][:, None]}
 
 
 @dataclass
 class OwnConfig(ACTConfig):
     def steps_before(self, stats):
-        rename, *others = super().steps_before(stats)
-        return [rename, Jitter(0.5), Relative(), *others]
+        rename, *rest = super().steps_before(stats)
+        return [rename, Jitter(0.5), Relative(), *rest]
 
     def steps_after(self, stats):
-        unnormalize, *others = super().steps_after(stats)
-        return [unnormalize, Relative(+1), *others]
+        unnormalize, *rest = super().steps_after(stats)
+        return [unnormalize, Relative(+1), *rest]
 
 
 def own_pipelines() -> tuple[Pipeline, Pipeline]:
@@ -247,12 +247,12 @@ def test_a_step_draws_keyed_noise_and_only_in_training():
 
 def test_what_comes_after_sees_the_observation_in_the_robots_units():
     before, after = own_pipelines()
-    given = batch()
-    context = StepContext(observation=before.renamed(given))
-    assert torch.equal(context.observation["observation.state"], given["observation.state"])
+    raw = batch()
+    context = StepContext(observation=before.renamed(raw))
+    assert torch.equal(context.observation["observation.state"], raw["observation.state"])
     assert context.observation["observation.images.top"].dtype == torch.uint8
-    relative = before(given)["action"]
-    torch.testing.assert_close(after({"action": relative}, context)["action"], given["action"])
+    relative = before(raw)["action"]
+    torch.testing.assert_close(after({"action": relative}, context)["action"], raw["action"])
 
 
 def test_a_step_of_ones_own_is_saved_and_loaded_by_its_name(tmp_path):

@@ -17,10 +17,10 @@ def test_bins_go_from_0_to_255_and_outside_is_kept_at_the_ends():
 
 
 def test_the_batch_that_was_given_is_not_changed():
-    given = {"task": ["a"], "observation.state": STATE}
+    original = {"task": ["a"], "observation.state": STATE}
     for step in (AddNewLine(), StateInPrompt()):
-        step(given)
-    assert given["task"] == ["a"]
+        step(original)
+    assert original["task"] == ["a"]
 
 
 def test_steps_are_saved_under_their_names_and_read_with_what_lerobot_saves(tmp_path):
@@ -33,15 +33,15 @@ def test_steps_are_saved_under_their_names_and_read_with_what_lerobot_saves(tmp_
 
 
 @pytest.mark.parametrize(
-    ("batch", "said"),
+    ("batch", "message"),
     [
         ({"task": ["a"]}, "observation.state into its prompt, but the batch has none"),
         ({"observation.state": STATE}, "no 'task'"),
         ({"task": ["a"], "observation.state": STATE[None]}, r"shape \[1, 1, 3\]"),
     ],
 )
-def test_what_is_missing_is_named(batch, said):
-    with pytest.raises(FlexorError, match=said):
+def test_what_is_missing_is_named(batch, message):
+    with pytest.raises(FlexorError, match=message):
         StateInPrompt()(batch)
 
 

@@ -20,7 +20,7 @@ from flexor.policies.processing.relative_actions import (
     RelativeActions,
     RelativeActionSettings,
 )
-from support.written import write
+from support.small_datasets import write
 
 NAMES = ["shoulder", "Left_Gripper", "wrist"]
 STATE = torch.tensor([[1.0, 2.0, 4.0], [0.5, 0.25, 0.125]])
@@ -33,8 +33,8 @@ class RelativeConfig(RelativeActionSettings, ACTConfig):
         return [*first, self.relative_actions(), normalize]
 
     def steps_after(self, stats):
-        unnormalize, *others = super().steps_after(stats)
-        return [unnormalize, self.absolute_actions(), *others]
+        unnormalize, *rest = super().steps_after(stats)
+        return [unnormalize, self.absolute_actions(), *rest]
 
 
 def config(**settings) -> RelativeConfig:
@@ -60,11 +60,11 @@ STATS = {
 @pytest.mark.parametrize("chunk", [(), (4,)])
 def test_what_is_predicted_becomes_absolute_again(chunk):
     before, after = config().pipelines(STATS, "cpu")
-    given = batch(*chunk)
-    context = StepContext(observation=before.renamed(given))
-    learnt = before(given)["action"]
-    torch.testing.assert_close(after({"action": learnt}, context)["action"], given["action"])
-    expected = given["action"] - (STATE if not chunk else STATE[:, None]) * torch.tensor([1.0, 0.0, 1.0])
+    raw = batch(*chunk)
+    context = StepContext(observation=before.renamed(raw))
+    learnt = before(raw)["action"]
+    torch.testing.assert_close(after({"action": learnt}, context)["action"], raw["action"])
+    expected = raw["action"] - (STATE if not chunk else STATE[:, None]) * torch.tensor([1.0, 0.0, 1.0])
     torch.testing.assert_close(learnt * 2 + 0.5, expected)
 
 
@@ -75,13 +75,13 @@ def test_saved_and_loaded_it_still_knows_what_is_excluded(tmp_path):
     saved = json.loads((tmp_path / "policy_postprocessor.json").read_text())["steps"][1]
     assert saved == {"registry_name": "absolute_actions_processor", "config": {"enabled": True}}  # LeRobot's
     before, after = (Pipeline.load(tmp_path, name) for name in (PREPROCESSOR, POSTPROCESSOR))
-    given = batch(4)
-    seen = StepContext(observation=given)
+    raw = batch(4)
+    context = StepContext(observation=raw)
     with pytest.raises(CheckpointError, match=r"connect\(before\)"):
-        after({"action": given["action"]}, seen)
+        after({"action": raw["action"]}, context)
     after.connect(before)
-    expected = pipelines[1]({"action": given["action"]}, seen)["action"]
-    assert torch.equal(after({"action": given["action"]}, seen)["action"], expected)
+    expected = pipelines[1]({"action": raw["action"]}, context)["action"]
+    assert torch.equal(after({"action": raw["action"]}, context)["action"], expected)
 
 
 def test_after_without_before_is_refused():
@@ -105,11 +105,11 @@ def test_which_actions_are_relative(exclude, names, expected):
 
 
 def test_disabled_and_without_actions_nothing_happens():
-    given = batch(4)
-    assert RelativeActions()(given) is given
-    assert AbsoluteActions()(given) is given
-    seen = {"observation.state": STATE}
-    assert RelativeActions(enabled=True)(seen) is seen
+    raw = batch(4)
+    assert RelativeActions()(raw) is raw
+    assert AbsoluteActions()(raw) is raw
+    states = {"observation.state": STATE}
+    assert RelativeActions(enabled=True)(states) is states
 
 
 def test_actions_without_a_state():
@@ -123,10 +123,10 @@ def test_actions_without_a_state():
 
 
 def test_of_several_observations_the_last_counts():
-    given = batch(4)
-    several = {**given, "observation.state": torch.stack([torch.zeros(2, 3), STATE], 1)}
+    raw = batch(4)
+    several = {**raw, "observation.state": torch.stack([torch.zeros(2, 3), STATE], 1)}
     step = RelativeActions(enabled=True)
-    assert torch.equal(step(several)["action"], step(given)["action"])
+    assert torch.equal(step(several)["action"], step(raw)["action"])
 
 
 @pytest.mark.parametrize(
@@ -169,9 +169,9 @@ def test_a_policy_gets_them_instead_of_the_datasets(dataset):
     policy = fit_to_dataset(
         RelativeConfig(use_relative_actions=True, chunk_size=5, n_action_steps=5), dataset
     )
-    found = statistics(dataset, policy, use_imagenet=True)
+    computed = statistics(dataset, policy, use_imagenet=True)
     expected = relative_action_stats(dataset, [True] * policy.action.shape[0], 5)
-    np.testing.assert_array_equal(found["action"]["mean"], expected["mean"])
+    np.testing.assert_array_equal(computed["action"]["mean"], expected["mean"])
     absolute = statistics(dataset, replace(policy, use_relative_actions=False), use_imagenet=True)
     np.testing.assert_array_equal(absolute["action"]["mean"], dataset.stats["action"]["mean"])
 

@@ -69,12 +69,12 @@ def test_it_is_saved_and_loaded_in_lerobots_form(folder, tmp_path):
 def test_offline_the_error_says_which_files_to_put_where(monkeypatch, tmp_path):
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
-    said = (
+    message = (
         r"hf download google/paligemma config.json tokenizer.json tokenizer_config.json"
         rf".*{tmp_path}/models--google--paligemma.*"
         r"hf auth login.*into any folder and use its path instead of 'google/paligemma'"
     )
-    with pytest.raises(ConfigError, match=said):
+    with pytest.raises(ConfigError, match=message):
         Tokenize("google/paligemma").prepare()
 
 

@@ -151,7 +151,7 @@ def test_plan_and_reality_are_on_the_card(server, train):
 def test_nothing_is_pushed_unless_asked_for(server, train):
     train()
     train(REPO, "--policy.push_to_hub=false", name="other")
-    assert not server.asked
+    assert not server.request_lines
 
 
 def test_every_checkpoint_and_resume_from_the_hub_exactly(
@@ -481,7 +481,7 @@ def test_push_shows_what_it_would_do(server, train, capsys):
     )
     report = json.loads(capsys.readouterr().out)
     assert report["dry_run"] and "model.safetensors" in report["files"] and "license: mit" in report["card"]
-    assert not server.asked
+    assert not server.request_lines
 
 
 def test_push_of_one_checkpoint(server, train, capsys):
