@@ -54,6 +54,9 @@ CASES = {
     "relative": case(ONE_CAMERA, use_relative_actions=True, n_action_steps=6),
 }
 CASES["relative"]["acts"] = False  # LeRobot adds the state at the time of each action
+# codes above the vocabulary, and below 0
+CASES["outliers"] = {**case(ONE, max_action_tokens=120), "acts": False, "action_scale": 40.0}
+STORED = {"decoded": 1e-6}
 
 
 def make_files(folder: Path) -> None:
@@ -81,10 +84,13 @@ def make_fast(folder: Path) -> None:
 
 def training_batch(case: dict) -> dict[str, np.ndarray]:
     """Observations and actions. Padded ones count like all others."""
-    return {
-        **observation(case["robot"], "training"),
-        **actions(case["settings"]["chunk_size"], (1, 4)),
-    }
+    batch = {**observation(case["robot"], "training"), **actions(case["settings"]["chunk_size"], (1, 4))}
+    return {**batch, "action": batch["action"] * np.float32(case.get("action_scale", 1))}
+
+
+def sequences(tokens: list[int]) -> list[list[int]]:
+    """Tokens as a network may write them: those of a chunk, with unknown ones, only such, and too many."""
+    return [tokens, [5000, *tokens[:7], 9999, *tokens[7:]], [5000], tokens * 2]
 
 
 def fill_policy(policy: Any) -> str:

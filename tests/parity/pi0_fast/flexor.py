@@ -8,6 +8,7 @@ from unittest.mock import patch
 
 from torch import Tensor
 
+from flexor.policies.nn.fast_tokens import load_fast_tokenizer
 from flexor.policies.nn.siglip import SiglipSize
 from flexor.policies.pi0_fast.action_tokens import TokenizeActions
 from flexor.policies.pretrained import as_lerobot, save_weights
@@ -15,7 +16,7 @@ from flexor.policies.vlm.paligemma import PaliGemmaSize, gemma
 from parity import flexor_side
 from parity.inputs import TASKS
 from parity.pi0.small import GEMMA, VISION, WIDTHS
-from parity.pi0_fast.cases import WORDS, forgotten, recorded, training_batch
+from parity.pi0_fast.cases import WORDS, forgotten, recorded, sequences, training_batch
 from parity.records import saved_weights
 
 
@@ -53,4 +54,9 @@ def measure(case: dict) -> dict:
         pipelines = (made.preprocessor, made.postprocessor)
         record["steps"] = [[step.name for step in pipeline.steps] for pipeline in pipelines]
         record["settings"] = sorted(as_lerobot(made.policy.config))
+        if "action_scale" in case:
+            steps, values = (chunks := training_batch(case)["action"]).shape[1:]
+            fast = load_fast_tokenizer(made.policy.config.action_tokenizer_name)
+            [tokens, *_] = fast.encode(chunks)
+            record["decoded"] = fast.decode(sequences(tokens), steps, values).actions.tolist()
     return record

@@ -15,7 +15,7 @@ import torch
 
 from parity import lerobot_side
 from parity.pi0.small import GEMMA, VISION, WIDTHS
-from parity.pi0_fast.cases import TINY, WORDS, forgotten, recorded, training_batch
+from parity.pi0_fast.cases import TINY, WORDS, forgotten, recorded, sequences, training_batch
 from parity.records import saved_weights
 
 MODELING = "lerobot.policies.pi0_fast.modeling_pi0_fast"
@@ -87,6 +87,12 @@ def measure(case: dict) -> dict:
             settings = json.loads((Path(folder) / "config.json").read_text())
         steps = [[type(step)._registry_name for step in pipeline.steps] for pipeline in made[1:]]
         record["steps"], record["settings"] = steps, sorted(settings)
+        if "action_scale" in case:
+            steps, values = (chunks := batch["action"]).shape[1:]
+            [tokens, *_] = made.policy.action_tokenizer(chunks)
+            record["decoded"] = made.policy.decode_actions_with_fast(
+                sequences(tokens), steps, values
+            ).tolist()
     return record
 
 

@@ -70,9 +70,9 @@ def test_any_chunk_and_any_size_comes_back(tokenizer, chunk, other):
 def test_no_sequence_of_tokens_is_too_strange_to_decode(tokenizer, tokens):
     decoded = tokenizer.decode([tokens, []])
     assert decoded.actions.shape == (2, STEPS, VALUES) and np.isfinite(decoded.actions).all()
-    # no coefficient is beyond the range, so no action is either
+    # without a problem no coefficient is beyond the range, so no action is either
     most = (tokenizer.vocab_size + abs(tokenizer.min_token)) / tokenizer.scale * np.sqrt(STEPS * VALUES)
-    assert np.abs(decoded.actions).max() <= most
+    assert np.abs(decoded.actions).max() <= most or "above the tokenizer's range" in decoded.problems[0]
     if any(not 0 <= token < tokenizer.bpe.get_vocab_size() for token in tokens):
         assert decoded.problems[0]
     assert decoded.problems[1] == f"0 coefficients instead of {STEPS * VALUES}"
@@ -82,13 +82,13 @@ def test_no_sequence_of_tokens_is_too_strange_to_decode(tokenizer, tokens):
 def test_what_is_wrong_with_a_sequence_is_said(tokenizer):
     good = tokenizer.encode(smooth(1))[0]
     complete = tokenizer.decode([good]).actions[0]
-    half, double, foreign = good[: len(good) // 2], good * 2, [*good, 9999]
+    half, double, foreign = good[: len(good) // 2], good * 2, [9999, *good[:3], -1, *good[3:]]
     broken = tokenizer.bpe.token_to_id("\u00e2")  # the first byte of a character of three
     decoded = tokenizer.decode([half, double, foreign, [broken, *good]])
     assert "coefficients instead of 36" in decoded.problems[0]
     assert decoded.problems[1] == "72 coefficients instead of 36"
-    assert "token 9999" in decoded.problems[2]
-    assert decoded.problems[3] == "coefficient 0 is not valid"
+    assert decoded.problems[2] == "token 9999 at 0 is not one of 400"  # left out, like -1
+    assert decoded.problems[3] == "coefficient 0 is not valid; 0 coefficients instead of 36"
     np.testing.assert_array_equal(decoded.actions[1], complete)  # the beginning counts
     np.testing.assert_array_equal(decoded.actions[2], complete)
     assert not decoded.actions[3].any()
@@ -97,11 +97,18 @@ def test_what_is_wrong_with_a_sequence_is_said(tokenizer):
     np.testing.assert_allclose(slow, cosine_transform(complete[None])[0, 0], atol=1e-5)
 
 
-def test_outliers_are_cut_and_counted(tokenizer):
-    wild = np.full((1, STEPS, VALUES), 1e4, np.float32)
+def test_outliers_are_counted_and_kept_if_they_are_characters(tokenizer):
+    wild = np.full((1, STEPS, VALUES), 100, np.float32)
     assert tokenizer.outside(wild) == VALUES
     decoded = tokenizer.decode(tokenizer.encode(wild))
-    assert decoded.problems == [""] and np.isfinite(decoded.actions).all()
+    code = round(100 * STEPS**0.5 * tokenizer.scale) - tokenizer.min_token
+    assert decoded.problems == [f"coefficient 0 is {code}, above the tokenizer's range of 400"]
+    np.testing.assert_allclose(decoded.actions, wild, atol=0.5 / tokenizer.scale)
+    # half of another character can't be encoded
+    for enormous, value in ((1e6, (0xD7FF + tokenizer.min_token) / 10), (-1e6, tokenizer.min_token / 10)):
+        decoded = tokenizer.decode(tokenizer.encode(np.full((1, STEPS, VALUES), enormous, np.float32)))
+        np.testing.assert_allclose(decoded.actions, value / STEPS**0.5, rtol=1e-5)
+    assert "above" not in decoded.problems[0]
     with pytest.raises(ConfigError, match="NaN"):
         tokenizer.encode(np.full((1, 2, 2), np.nan))
 

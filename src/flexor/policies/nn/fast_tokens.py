@@ -24,6 +24,7 @@ from flexor.core.model_files import ModelFiles
 SETTINGS, VOCABULARY = "processor_config.json", "tokenizer.json"
 INNER = "bpe_tokenizer"  # where `transformers` 5 looks for the vocabulary
 CODE = "lerobot/fast-action-tokenizer--processing_action_tokenizer.UniversalActionProcessor"  # that reads our files
+LAST_CODE = 0xD7FF  # the characters after it are half of others and can't be encoded
 BYTES = 256  # the vocabulary holds every byte, so that every chunk can be encoded
 INVALID = "\ufffd"  # what bytes become that are not text
 
@@ -44,7 +45,7 @@ class FastTokenizer:
     scale: float = 10.0
     """A coefficient is rounded to a multiple of 1 / scale."""
     vocab_size: int = 1024
-    """Number of tokens. The rounded coefficients are in a range that is not wider."""
+    """Number of tokens. The rounded coefficients of usual actions are in a range that is not wider."""
     min_token: int = 0
     """The smallest rounded coefficient: it becomes the character 0."""
     time_horizon: int | None = None
@@ -56,12 +57,12 @@ class FastTokenizer:
         """The tokens of each chunk of [N, H, A]."""
         if not np.isfinite(chunks).all():
             raise ConfigError("Actions that are NaN or infinite can't be encoded as tokens.")
-        # A coefficient outside the range is far beyond those of normalised actions: it is clipped.
-        codes = (self._rounded(chunks) - self.min_token).clip(0, self.vocab_size)
+        # as in physical-intelligence/fast: codes above the range are kept, and take more tokens
+        codes = (self._rounded(chunks) - self.min_token).clip(0, LAST_CODE)
         return [encoding.ids for encoding in self.bpe.encode_batch([_text(row) for row in codes])]
 
     def outside(self, chunks: np.ndarray) -> int:
-        """How many coefficients of [N, H, A] are outside the range and would be cut."""
+        """How many coefficients of [N, H, A] are outside the range: those below it are clipped."""
         codes = self._rounded(chunks) - self.min_token
         return int(np.count_nonzero((codes < 0) | (codes > self.vocab_size)))
 
@@ -70,8 +71,8 @@ class FastTokenizer:
     ) -> Decoded:
         """The chunks of token sequences. A network may predict any sequence, so invalid ones are mended.
 
-        A sequence is cut at its first invalid character. Missing coefficients, which are those of the fastest motions,
-        are 0, and surplus ones are dropped.
+        Tokens that the vocabulary does not have are left out, and a sequence ends at bytes that are no character.
+        Missing coefficients, which are those of the fastest motions, are 0, and surplus ones are dropped.
         """
         steps, values = time_horizon or self.time_horizon, action_dim or self.action_dim
         if steps is None or values is None:
@@ -81,29 +82,34 @@ class FastTokenizer:
         coefficients = np.zeros((len(tokens), steps * values))
         problems = []
         for row, sequence in zip(coefficients, tokens):
-            codes, problem = self._codes([int(token) for token in sequence])
+            codes, wrong = self._codes([int(token) for token in sequence])
             used = codes[: len(row)]
             row[: len(used)] = used
-            if not problem and len(codes) != len(row):
-                problem = f"{len(codes)} coefficients instead of {len(row)}"
-            problems.append(problem)
+            if len(codes) != len(row):
+                wrong.append(f"{len(codes)} coefficients instead of {len(row)}")
+            problems.append("; ".join(wrong))
         transformed = coefficients.reshape(-1, steps, values) / self.scale
         actions = np.einsum("kn,bka->bna", _cosines(steps), transformed)
         return Decoded(actions.astype(np.float32), problems)
 
-    def _codes(self, tokens: list[int]) -> tuple[np.ndarray, str]:
-        """The rounded coefficients of a sequence up to where it is valid, and the problem there."""
-        vocabulary = self.bpe.get_vocab_size()
-        problem = ""
-        for place, token in enumerate(tokens):
-            if not 0 <= token < vocabulary:
-                tokens, problem = tokens[:place], f"token {token} at {place} is not one of {vocabulary}"
-                break
-        text = self.bpe.decode(tokens, skip_special_tokens=False)
-        end = next((i for i, c in enumerate(text) if c == INVALID or ord(c) > self.vocab_size), None)
-        if end is not None:
-            text, problem = text[:end], f"coefficient {end} is not valid"
-        return np.array([ord(c) for c in text], dtype=np.int64) + self.min_token, problem
+    def _codes(self, tokens: list[int]) -> tuple[np.ndarray, list[str]]:
+        """The rounded coefficients of a sequence, and its problems."""
+        size = self.bpe.get_vocab_size()
+        problems = [
+            f"token {token} at {place} is not one of {size}"
+            for place, token in enumerate(tokens)
+            if not 0 <= token < size
+        ][:1]
+        text = self.bpe.decode([token for token in tokens if 0 <= token < size], skip_special_tokens=False)
+        if INVALID in text:
+            end = text.index(INVALID)
+            text, problems = text[:end], [*problems, f"coefficient {end} is not valid"]
+        codes = np.array([ord(character) for character in text], dtype=np.int64)
+        if above := np.flatnonzero(codes > self.vocab_size).tolist():
+            problems.append(
+                f"coefficient {above[0]} is {codes[above[0]]}, above the tokenizer's range of {self.vocab_size}"
+            )
+        return codes + self.min_token, problems
 
     def _rounded(self, chunks: np.ndarray) -> np.ndarray:
         """Rounded coefficients [N, H * A]."""

@@ -100,8 +100,9 @@ class TokenizeActions(ProcessingStep):
         encoded = [self._vocabulary.encode(fast_tokens) for fast_tokens in self._fast.encode(values)]
         if self._fast.outside(values):
             warn_once(
-                "Some actions are beyond the range of the FAST tokenizer %s, and are clipped: are they normalised as "
-                "the tokenizer expects? Train one on these actions with `flexor data tokenizer`.",
+                "Some actions are beyond the range of the FAST tokenizer %s: they take more tokens, and those below it "
+                "are clipped. Are they normalised as the tokenizer expects? Train one on these actions with "
+                "`flexor data tokenizer`.",
                 self.action_tokenizer_name,
             )
         if max(map(len, encoded)) > self.max_action_tokens:
