@@ -1,5 +1,13 @@
-"""What Flexor computes for a case: how its policies are made, learn and act."""
+"""What Flexor computes for a case: how its policies are made, learn and act.
 
+    python -m parity.flexor_side KIND FOLDER FILE
+
+The cases in bfloat16, with the files in FOLDER. LeRobot's environment can run it too, so that both programs compute
+with the same torch: in bfloat16, attention depends on its version.
+"""
+
+import sys
+from pathlib import Path
 from unittest.mock import patch
 
 import numpy as np
@@ -12,8 +20,8 @@ from flexor.policies.features import Kind, PolicyFeature
 from flexor.policies.pretrained import Pretrained
 from parity.fill import Draws, fill
 from parity.inputs import ACTION, BATCH, TASKS, observation_sequence, statistics
-from parity.kinds import part
-from parity.records import gradients, group, in_double, record_batch
+from parity.kinds import cases_of, part
+from parity.records import gradients, group, in_double, record_batch, save
 
 INITIALIZERS = (  # by functions that need not be called: weights are filled in afterwards
     *("normal_", "uniform_", "kaiming_normal_", "kaiming_uniform_", "xavier_uniform_"),
@@ -57,6 +65,9 @@ def measure_policy(kind: str, case: dict) -> dict:
     record["drop_last"] = policy.config.drop_last_frames
     batch = pretrained.preprocessor({**tensors(cases.training_batch(case)), "task": TASKS})
     record["batch"] = record_batch(batch, case["robot"])
+    if case.get("in_bf16"):
+        policy.eval().cast_to_act({name: weight.dtype for name, weight in policy.named_parameters()})
+        return record | {"actions_in_bf16": act(pretrained, observation_sequence(case["robot"], cases.STEPS))}
 
     policy.train()
     if hasattr(special, "before_step"):
@@ -94,3 +105,13 @@ def act(pretrained: Pretrained, observations: dict[str, np.ndarray]) -> list:
             actor.act({key: values[step] for key, values in observations.items()}, TASKS).tolist()
             for step in range(steps)
         ]
+
+
+def main(kind: str, folder: str, file: str) -> None:
+    torch.set_num_threads(1)
+    cases = {name: case for name, case in cases_of(kind, Path(folder)).items() if case.get("in_bf16")}
+    save(Path(file), {name: measure(kind, case) for name, case in cases.items()})
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

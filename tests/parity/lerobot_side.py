@@ -96,6 +96,9 @@ def measure_policy(kind: str, case: dict) -> dict:
     record["drop_last"] = getattr(policy.config, "drop_n_last_frames", 0)
     batch = training_batch(made, tensors(cases.training_batch(case)))
     record["batch"] = record_batch(batch, case["robot"])
+    if case.get("in_bf16"):
+        policy.eval()
+        return record | {"actions_in_bf16": act(kind, made, observation_sequence(case["robot"], cases.STEPS))}
 
     policy.train()
     if hasattr(special, "before_step"):

@@ -1,5 +1,6 @@
 """A prediction as a CUDA graph: the same actions as without one, bitwise; what can't be captured still runs."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -32,16 +33,19 @@ def test_noise_of_a_graph_with_a_step_per_sample():
 # On a GPU
 
 
-def pretrained(folder: Path, name: str = "act", device: str = "cuda") -> Pretrained:
+def pretrained(folder: Path, name: str = "act", device: str = "cuda", **settings: object) -> Pretrained:
     """A policy with random weights; what it needs beside them is made in a folder."""
     flags = (
         small_flags(name, folder) if name in SMALL else [f"--policy.{each}" for each in ("type=act", *ACT)]
     )
     if name == "multi_task_dit":
         flags += ["--policy.image_resize_shape=[32,32]", "--policy.image_crop_shape=null"]
-    config = ROBOT.fill_in(load_config([*flags, "--dataset.repo_id=made/up"]).policy)
+    config = replace(ROBOT.fill_in(load_config([*flags, "--dataset.repo_id=made/up"]).policy), **settings)
     torch.manual_seed(0)
-    policy = policy_class(name)(config).to(device).eval()
+    policy = policy_class(name)(config)
+    if settings:
+        policy.cast_to_act({each: weight.dtype for each, weight in policy.named_parameters()})
+    policy = policy.to(device).eval()
     ones = {"min": -np.ones(4), "max": np.ones(4), "mean": np.zeros(4), "std": np.ones(4)}
     ones |= {"q01": -np.ones(4), "q99": np.ones(4)}
     picture = {key: np.full((3, 1, 1), value) for key, value in (("mean", 0.5), ("std", 0.3))}
@@ -97,6 +101,16 @@ def test_a_graph_predicts_what_is_predicted_without_one(name, replays, tmp_path,
     assert len(replays) == count
     np.testing.assert_array_equal(graphs, eager)
     np.testing.assert_array_equal(again, eager)
+
+
+@pytest.mark.gpu
+def test_smolvla_in_bfloat16(replays, tmp_path, monkeypatch):
+    graphs = played(policy := pretrained(tmp_path, "smolvla", dtype="bfloat16"), 60)
+    assert replays and not policy.graphs.gave_up and not policy.policy.needs_autocast
+    monkeypatch.setattr(policy.graphs, "gave_up", True)
+    np.testing.assert_array_equal(graphs, played(policy, 60))
+    on_cpu = played(pretrained(tmp_path / "cpu", "smolvla", "cpu", dtype="bfloat16"), 60)
+    np.testing.assert_allclose(graphs, on_cpu, atol=0.1)
 
 
 @pytest.mark.gpu

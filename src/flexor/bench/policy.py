@@ -25,7 +25,7 @@ from flexor.policies import make_policy
 from flexor.policies.base import PolicyConfig
 from flexor.policies.features import Kind
 from flexor.policies.pretrained import Pretrained, load_pretrained, read_config
-from flexor.serve.open import Precision, compute_in, keeps_weights_in
+from flexor.serve.open import Precision, compute_in, weights_dtype
 
 BATCHES = (1, 8)
 GPU_CALLS, CPU_CALLS = 30, 3
@@ -57,7 +57,7 @@ def bench_policy(
         config = policy.policy.config
         report = {
             "policy": config.type,
-            "dtype": getattr(config, "dtype", dtype or "float32"),
+            "dtype": dtype or getattr(config, "dtype", None) or _main_dtype(policy),
             "device": name_of(device),
             "torch": torch.__version__,
             "parameters": sum(p.numel() for p in policy.policy.parameters()),
@@ -70,17 +70,26 @@ def bench_policy(
 
 def untrained(config: PolicyConfig, dtype: Precision | None = None) -> Pretrained:
     """The policy with random weights, and processing that does not change values."""
-    if keeps_weights_in(dtype, config):
-        config = replace(config, dtype=dtype)  # type: ignore[call-arg]
+    changes: dict[str, Any] = {**weights_dtype(dtype, config)}
+    config = replace(config, **changes)
     device = find_device(config.device)
     with device:
-        policy = make_policy(config).to(device).eval()
+        policy = make_policy(config)
+    if getattr(config, "dtype", None):
+        policy.cast_to_act({name: weight.dtype for name, weight in policy.named_parameters()})
+    policy = policy.to(device).eval()
     return Pretrained(policy, *rehearsed_pipelines(config, device))
 
 
 def trained(path: str, device: str | None, dtype: Precision | None = None) -> Pretrained:
-    overrides = {"dtype": dtype} if keeps_weights_in(dtype, read_config(path)) else {}
+    overrides: dict[str, Any] = {**weights_dtype(dtype, read_config(path))}
     return load_pretrained(path, str(find_device(device)), overrides)
+
+
+def _main_dtype(policy: Pretrained) -> str:
+    """The type of the largest weight."""
+    largest = max(policy.policy.parameters(), key=lambda weight: weight.numel())
+    return str(largest.dtype).removeprefix("torch.")
 
 
 @contextmanager

@@ -22,8 +22,8 @@ FEW = 128  # query tokens; with more, torch's kernels occupy a GPU
 
 define_operator(
     "rms_norm",
-    "(Tensor x, Tensor weight, float offset, float eps, ScalarType dtype) -> Tensor",
-    lambda x, weight, offset, eps, dtype: torch.empty_like(x, dtype=dtype),
+    "(Tensor x, Tensor weight, float offset, float eps, ScalarType dtype, bool round_normed) -> Tensor",
+    lambda x, weight, offset, eps, dtype, round_normed: torch.empty_like(x, dtype=dtype),
     MODULE,
 )
 define_operator(
@@ -48,12 +48,19 @@ def _fuses(*tensors: Tensor) -> bool:
     return all(tensor.is_contiguous() for tensor in tensors) and can_compile(x.device)
 
 
-def rms_norm(x: Tensor, weight: Tensor, offset: float, eps: float, dtype: torch.dtype) -> Tensor:
-    """RMSNorm of x [..., D] in float32, times (weight + offset) [D], cast to `dtype`."""
+def rms_norm(
+    x: Tensor, weight: Tensor, offset: float, eps: float, dtype: torch.dtype, round_normed: bool = False
+) -> Tensor:
+    """RMSNorm of x [..., D] in float32, times (weight + offset) [D], cast to `dtype`.
+
+    `round_normed`: it is rounded to the type of x before it is multiplied, as in Llama of `transformers`.
+    """
     if _fuses(x, weight):
-        return torch.ops.flexor.rms_norm(x, weight, offset, eps, dtype)
+        return torch.ops.flexor.rms_norm(x, weight, offset, eps, dtype, round_normed)
     exact = torch.promote_types(x.dtype, torch.float32)
     scale = weight.to(exact) + offset if offset else weight.to(exact)
+    if round_normed:
+        return (F.rms_norm(x.to(exact), weight.shape, None, eps).to(x.dtype) * scale).to(dtype)
     return F.rms_norm(x.to(exact), weight.shape, scale, eps).to(dtype)
 
 

@@ -113,6 +113,11 @@ class PolicyConfig:
             output_features=self.output_features or outputs,
         )
 
+    def acting_dtypes(self, stored: Mapping[str, torch.dtype]) -> dict[str, torch.dtype]:
+        """The types of weights when the policy acts, and in files that are only for acting, where they may differ from
+        `stored`, those in its checkpoint."""
+        return {}
+
     def lora_targets(self) -> list[str] | str:
         """The layers that get an adapter if `lora.target_modules` is not set, in its words."""
         return ALL_LINEAR
@@ -337,6 +342,17 @@ class Policy(nn.Module):
 
     def load_backbone(self) -> None:
         """Load pretrained parts of a new policy; not called when a checkpoint is loaded."""
+
+    def cast_to_act(self, stored: Mapping[str, torch.dtype]) -> None:
+        """Cast the weights of a policy that only acts to `Config.acting_dtypes`."""
+        for name, dtype in self.config.acting_dtypes(stored).items():
+            parameter = self.get_parameter(name)
+            parameter.data = parameter.data.to(dtype)
+
+    @property
+    def needs_autocast(self) -> bool:
+        """Whether it needs autocast to predict in bfloat16. One that computes in the types of its weights does not."""
+        return True
 
     def shard_units(self) -> list[nn.Module]:
         """The blocks that are sharded, compiled, and recomputed under activation checkpointing, one by one."""

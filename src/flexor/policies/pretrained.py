@@ -263,6 +263,12 @@ def as_lerobot(config: PolicyConfig) -> dict[str, Any]:
     return {"type": config.type, **ours, **LEROBOT_ONLY}
 
 
+def cast_to_act(config: PolicyConfig, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Weights in the types that they have when the policy acts."""
+    dtypes = config.acting_dtypes({name: weight.dtype for name, weight in weights.items()})
+    return {name: weight.to(dtypes.get(name, weight.dtype)) for name, weight in weights.items()}
+
+
 def save_weights(kind: str, weights: Mapping[str, Tensor], file: Path) -> None:
     """Write the weights of a policy of this type as LeRobot's file has them."""
     weights = {name: weight.detach().cpu().contiguous() for name, weight in weights.items()}
@@ -278,7 +284,7 @@ def load_pretrained(path: str, device: str = "cpu", overrides: dict[str, Any] | 
     after = Pipeline.load(folder, POSTPROCESSOR).connect(before)
     with without_initial_weights(config):
         policy = make_policy(config)
-    check_weights(policy, folder)
+    policy.cast_to_act(stored_dtypes(policy, folder))
     with_memory(policy, device)
     load_weights(policy, folder)
     return Pretrained(policy.eval(), before, after)
@@ -325,6 +331,15 @@ def check_weights(policy: Policy, folder: Path) -> dict[str, str]:
             f"{folder.parent} was saved in shards, without {WEIGHTS}: create it with `flexor export {folder.parent}`."
         )
     return names_in_file(policy, _weights_of(policy), weights)
+
+
+def stored_dtypes(policy: Policy, folder: Path) -> dict[str, torch.dtype]:
+    """The types of the policy's weights in its file, which is checked."""
+    base = base_of(folder)
+    if base is not None:
+        return stored_dtypes(policy, find_folder(base))
+    names, described = check_weights(policy, folder), WeightFiles(folder).described()
+    return {name: described[stored].dtype for name, stored in names.items()}
 
 
 def load_weights(policy: Policy, folder: Path) -> None:

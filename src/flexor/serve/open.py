@@ -34,8 +34,7 @@ def open_predictor(
     overrides = _overrides(flags)
     folder = find_folder(checkpoint)
     where = find_device(overrides.pop("device", None) or device)
-    if keeps_weights_in(dtype, read_config(str(folder), overrides)):
-        overrides["dtype"] = dtype
+    overrides |= weights_dtype(dtype, read_config(str(folder), overrides))
     pretrained = load_pretrained(str(folder), str(where), overrides)
     count = sum(p.numel() for p in pretrained.policy.parameters())
     log.info(
@@ -44,9 +43,13 @@ def open_predictor(
     return predictor_of(pretrained, settings, dtype=dtype, compiled=compiled)
 
 
-def keeps_weights_in(dtype: Precision | None, config: PolicyConfig) -> bool:
-    """Whether the policy has a setting for the type of its weights."""
-    return dtype in ("float32", "bfloat16") and hasattr(config, "dtype")
+def weights_dtype(dtype: Precision | None, config: PolicyConfig) -> dict[str, str]:
+    """The change of a policy's settings that this precision means, if the policy has one for the type of weights."""
+    if dtype is None or not hasattr(config, "dtype"):
+        return {}
+    if dtype == "tf32":  # of products in float32
+        return {"dtype": "float32"} if config.dtype is None else {}
+    return {"dtype": dtype}
 
 
 def predictor_of(
@@ -72,7 +75,7 @@ def compute_in(dtype: Precision | None, policy: Policy) -> torch.dtype | None:
     settings_of_torch: tuple[Any, Any] = (torch.backends.cuda.matmul, torch.backends.cudnn)
     for part in settings_of_torch:
         part.allow_tf32 = dtype == "tf32"
-    if dtype != "bfloat16":
+    if dtype != "bfloat16" or not policy.needs_autocast:
         return None
     cast_to_bf16(policy)
     return torch.bfloat16

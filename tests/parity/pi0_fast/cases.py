@@ -55,7 +55,7 @@ CASES = {
 }
 CASES["relative"]["acts"] = False  # LeRobot adds the state at the time of each action
 # codes above the vocabulary, and below 0
-CASES["outliers"] = {**case(ONE, max_action_tokens=120), "acts": False, "action_scale": 40.0}
+CASES["outliers"] = {**case(ONE_CAMERA, max_action_tokens=120), "acts": False, "action_scale": 40.0}
 STORED = {"decoded": 1e-6}
 
 

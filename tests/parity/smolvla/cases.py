@@ -34,6 +34,11 @@ def case(inputs: dict, acts: bool = True, robot: dict | None = None, **settings:
     }
 
 
+def in_bf16(inputs: dict, **settings: object) -> dict:
+    """LeRobot computes in bfloat16. Flexor does so only when it acts."""
+    return {**case(inputs, load_vlm_weights=True, **settings), "in_bf16": True}
+
+
 ONE_CAMERA = STATE | camera("top")
 TWO_CAMERAS = STATE | camera("wrist", 56, 40) | camera("above")
 OTHER = {"observation.state": ("STATE", (5,))} | camera("above", 48, 72)
@@ -77,6 +82,17 @@ CASES = {
         **case(STATE | camera("top", 32, 32)),
         "ours": {"resize_imgs_with_padding": None},
     },
+    "bf16": in_bf16(ONE_CAMERA),
+    "bf16_width": in_bf16(ONE_CAMERA, expert_width_multiplier=0.75, num_steps=10),
+    "bf16_special_tokens": in_bf16(TWO_CAMERAS, **EDGES),
+    "bf16_self_attention": in_bf16(TWO_CAMERAS, **SELF, **ALL),
+    "bf16_always_cross": in_bf16(ONE_CAMERA, **ALWAYS_CROSS),
+    "bf16_half_as_many": in_bf16(ONE_CAMERA, num_expert_layers=2, **ALWAYS_CROSS),
+    "bf16_small_images": in_bf16(TWO_CAMERAS, resize_imgs_with_padding=(16, 16)),
+    # fractions of 6 are not exact in bfloat16: a patch takes its neighbour's position
+    "bf16_six_patches": in_bf16(
+        ONE_CAMERA, vlm_model_name=f"{FOLDER}/six-patches-vlm", resize_imgs_with_padding=(48, 48)
+    ),
 }
 
 

@@ -35,17 +35,19 @@ SHUFFLE = 2
 
 def make_vlms(folder: Path) -> None:
     make_vlm(folder / "tiny-vlm")
+    make_vlm(folder / "six-patches-vlm", image_size=48)
 
 
-def make_vlm(folder: Path) -> None:
+def make_vlm(folder: Path, image_size: int = VISION["image_size"]) -> None:
     folder.mkdir(parents=True, exist_ok=True)
+    vision = {**VISION, "image_size": image_size}
     text = {**TEXT, "vocab_size": len(VOCABULARY), "pad_token_id": 0}
     settings = {
         "model_type": "smolvlm",
         "scale_factor": SHUFFLE,
         "image_token_id": VOCABULARY.index("<image>"),
         "pad_token_id": 0,
-        "vision_config": VISION,
+        "vision_config": vision,
         "text_config": text,
     }
     write(folder / "config.json", settings)
@@ -54,7 +56,7 @@ def make_vlm(folder: Path) -> None:
     write(folder / "video_preprocessor_config.json", {"video_processor_type": "SmolVLMVideoProcessor"})
     write(folder / "processor_config.json", {"processor_class": "SmolVLMProcessor", "image_seq_len": 4})
     save_file(
-        {name: torch.from_numpy(weight(name, shape)) for name, shape in shapes(text).items()},
+        {name: torch.from_numpy(weight(name, shape)) for name, shape in shapes(text, vision).items()},
         folder / "model.safetensors",
         metadata={"format": "pt"},
     )
@@ -97,9 +99,9 @@ def write(file: Path, content: dict) -> None:
     file.write_text(json.dumps(content))
 
 
-def shapes(text: dict) -> dict[str, tuple]:
+def shapes(text: dict, sizes: dict) -> dict[str, tuple]:
     """Of all weights, in the names of the published files."""
-    wide, vision = text["hidden_size"], VISION["hidden_size"]
+    wide, vision = text["hidden_size"], sizes["hidden_size"]
     named = {
         "model.connector.modality_projection.proj.weight": (wide, vision * SHUFFLE**2),
         "model.text_model.embed_tokens.weight": (text["vocab_size"], wide),
@@ -108,7 +110,7 @@ def shapes(text: dict) -> dict[str, tuple]:
     }
     for number in range(text["num_hidden_layers"]):
         named |= {f"model.text_model.layers.{number}.{k}": v for k, v in text_layer(text).items()}
-    patches = (VISION["image_size"] // VISION["patch_size"]) ** 2
+    patches = (sizes["image_size"] // sizes["patch_size"]) ** 2
     seeing = {
         "embeddings.patch_embedding.weight": (vision, 3, VISION["patch_size"], VISION["patch_size"]),
         "embeddings.patch_embedding.bias": (vision,),

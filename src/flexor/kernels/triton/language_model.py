@@ -15,7 +15,7 @@ SPLIT_BLOCKS = 4  # blocks of keys per split, if there are more than twice as ma
 
 
 @triton.jit
-def _rms_norm(x, weight, out, width, offset, eps, WIDTH: tl.constexpr):
+def _rms_norm(x, weight, out, width, offset, eps, ROUND: tl.constexpr, WIDTH: tl.constexpr):
     """A program handles one token."""
     start = tl.program_id(0).to(tl.int64) * width
     channel = tl.arange(0, WIDTH)
@@ -23,14 +23,19 @@ def _rms_norm(x, weight, out, width, offset, eps, WIDTH: tl.constexpr):
     value = tl.load(x + start + channel, mask=inside, other=0.0).to(tl.float32)
     scale = tl.load(weight + channel, mask=inside, other=0.0).to(tl.float32) + offset
     rstd = 1 / tl.sqrt(tl.sum(value * value, 0) / width + eps)
-    tl.store(out + start + channel, (value * rstd * scale).to(out.dtype.element_ty), mask=inside)
+    normed = value * rstd
+    if ROUND:
+        normed = normed.to(x.dtype.element_ty).to(tl.float32)
+    tl.store(out + start + channel, (normed * scale).to(out.dtype.element_ty), mask=inside)
 
 
-def rms_norm(x: Tensor, weight: Tensor, offset: float, eps: float, dtype: torch.dtype) -> Tensor:
+def rms_norm(
+    x: Tensor, weight: Tensor, offset: float, eps: float, dtype: torch.dtype, round_normed: bool
+) -> Tensor:
     out, width = torch.empty_like(x, dtype=dtype), x.shape[-1]
     size = triton.next_power_of_2(width)
     _rms_norm[(x.numel() // width,)](
-        x, weight, out, width, offset, eps, size, num_warps=4 if size <= 2048 else 8
+        x, weight, out, width, offset, eps, round_normed, size, num_warps=4 if size <= 2048 else 8
     )
     return out
 

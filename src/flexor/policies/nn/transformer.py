@@ -101,6 +101,7 @@ class DecoderNorm(nn.Module):
     def __init__(self, size: TransformerSize, dim: int | None = None, condition_dim: int | None = None):
         super().__init__()
         self.eps, self.offset, self.dim = size.norm_eps, size.norm_offset, dim or size.width
+        self.rounds_in_bf16 = False
         if condition_dim is None:
             self.weight = nn.Parameter(torch.full((self.dim,), 1 - self.offset))
             return
@@ -112,6 +113,8 @@ class DecoderNorm(nn.Module):
 
         Computed in float32; the output has autocast's type: cast once, for all layers that get it.
         """
+        if self.rounds_in_bf16:
+            return rms_norm(x, self.weight, self.offset, self.eps, self.weight.dtype, round_normed=True), None
         out = autocast_type(x)
         if condition is None:
             return rms_norm(x, self.weight, self.offset, self.eps, out), None
@@ -127,6 +130,7 @@ class SelfAttention(nn.Module):
         """`kv_width`: width of what keys and values are projected from, if it is not the layer's input."""
         super().__init__()
         self.head_dim, self.groups, self.kv_heads = size.head_dim, size.groups, size.kv_heads
+        self.rounds_in_bf16 = False
         query_width = size.heads * size.head_dim
         self.q_proj = nn.Linear(size.width, query_width, bias=size.qkv_bias)
         self.k_proj = nn.Linear(kv_width or size.width, size.kv_width, bias=size.qkv_bias)
@@ -153,6 +157,8 @@ class SelfAttention(nn.Module):
 
         The mask is [B, 1, 1 or Q, K], made by `TransformerSize.grouped`.
         """
+        if self.rounds_in_bf16 and q.device.type == "cpu":
+            return self.o_proj(self._attend_step_by_step(q, cache, mask))
         keys, values = cache.keys.to(cache.values.dtype), cache.values
         q = q.to(values.dtype)
         if can_attend_few(q, keys):
@@ -166,6 +172,15 @@ class SelfAttention(nn.Module):
         rows = q.unflatten(2, (-1, self.groups)).permute(0, 2, 3, 1, 4).flatten(2, 3)
         out = F.scaled_dot_product_attention(rows, keys, values, attn_mask=mask)
         return self.o_proj(out.unflatten(2, (self.groups, -1)).permute(0, 3, 1, 2, 4).flatten(2))
+
+    def _attend_step_by_step(self, q: Tensor, cache: KVCache, mask: Tensor) -> Tensor:
+        """The same with the roundings of LeRobot: only the weights of the values are in their type. [B, Q, D]"""
+        keys = cache.keys.float().permute(0, 2, 3, 1)  # [B, kv_heads, head_dim, K]
+        rows = q.float().unflatten(2, (-1, self.groups)).permute(0, 2, 3, 1, 4).flatten(2, 3)
+        scores = (rows @ keys * self.head_dim**-0.5).masked_fill(~mask, torch.finfo(torch.float32).min)
+        out = scores.softmax(-1).to(cache.values.dtype) @ cache.values.transpose(1, 2)
+        out = out.unflatten(2, (self.groups, -1)).permute(0, 3, 1, 2, 4).flatten(2)
+        return out.to(self.o_proj.weight.dtype)
 
 
 class GatedMLP(nn.Module):
@@ -187,6 +202,7 @@ class TransformerLayer(nn.Module):
         self.mlp = GatedMLP(size.width, size.mlp_width, size.activation)
         self.input_layernorm = DecoderNorm(size, condition_dim=size.condition_dim)
         self.post_attention_layernorm = DecoderNorm(size, condition_dim=size.condition_dim)
+        self.rounds_in_bf16 = False
 
     def forward(
         self,
@@ -208,15 +224,15 @@ class TransformerLayer(nn.Module):
             return x, new
         keys_values = new if cache is None else cache.append(new)
         attended = self.self_attn(self.self_attn.queries(normed, rope), keys_values, mask)
-        return self.add_mlp(_residual(x, attended, gate), condition), new
+        return self.add_mlp(self.add(x, attended, gate), condition), new
 
     def add_mlp(self, x: Tensor, condition: Tensor | None = None) -> Tensor:
         normed, gate = self.post_attention_layernorm(x, condition)
-        return _residual(x, self.mlp(normed), gate)
+        return self.add(x, self.mlp(normed), gate)
 
-
-def _residual(x: Tensor, update: Tensor, gate: Tensor | None) -> Tensor:
-    return x + (update if gate is None else update * gate)
+    def add(self, x: Tensor, update: Tensor, gate: Tensor | None = None) -> Tensor:
+        x = x + (update if gate is None else update * gate)
+        return x.to(update.dtype) if self.rounds_in_bf16 else x
 
 
 class TokenEmbedding(nn.Embedding):
@@ -302,6 +318,16 @@ class Transformer(nn.Module):
             attention.o_proj,
         ):
             unused.requires_grad_(False)
+
+
+def round_in_bf16(network: nn.Module) -> None:
+    """For weights in bfloat16 without autocast: from now on, its layers round where those of LeRobot round.
+
+    That is after each addition, after a norm and again after its weights. Scores of attention are in float32.
+    """
+    for module in network.modules():
+        if isinstance(module, DecoderNorm | SelfAttention | TransformerLayer):
+            module.rounds_in_bf16 = True
 
 
 def language_head(decoder: Transformer, tied: bool = False) -> nn.Linear:

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, Literal, Self
 
+import torch
+
 from flexor.core.errors import ConfigError
+from flexor.core.typed import setting
 from flexor.policies.base import Calibration
 from flexor.policies.cross_embodiment import CrossEmbodimentConfig
 from flexor.policies.features import Kind, Normalization
@@ -13,6 +18,7 @@ from flexor.policies.nn.adam import FineTuningSettings
 from flexor.policies.processing.pipeline import ProcessingStep, Stats
 from flexor.policies.processing.prompt import AddNewLine
 from flexor.policies.processing.tokenize import Tokenize
+from flexor.policies.smolvla.expert import is_cross_layer
 
 
 @dataclass
@@ -30,6 +36,7 @@ class SmolVLAConfig(FineTuningSettings, CrossEmbodimentConfig):
         narrow={"vlm_model_name": "builtin/tiny-vlm", "resize_imgs_with_padding": (32, 32)},
     )
     trains_in_bf16: ClassVar[bool] = True
+    unknown_to_lerobot: ClassVar[frozenset[str]] = frozenset({"dtype"})
     reads_camera_masks: ClassVar[bool] = True
 
     chunk_size: int = 50
@@ -64,6 +71,9 @@ class SmolVLAConfig(FineTuningSettings, CrossEmbodimentConfig):
     load_vlm_weights: bool = True
     """Start a new policy from the weights of policy.vlm_model_name. LeRobot's default is false: it then trains on a
     random vision-language model, by default a frozen one. A checkpoint's own weights are always used."""
+    dtype: Literal["bfloat16", "float32"] | None = setting(None, may_change=True)
+    """Type of the vision-language model and the expert when the policy acts and in exported files; default: bfloat16,
+    as in LeRobot, with policy.load_vlm_weights or if the file has it, else float32. Training keeps float32 weights."""
     add_image_special_tokens: bool = False
     """Put the vision-language model's special tokens around each image."""
     attention_mode: str = "cross_attn"
@@ -126,6 +136,19 @@ class SmolVLAConfig(FineTuningSettings, CrossEmbodimentConfig):
         """With a size to resize images to, which LeRobot requires. Images that have it stay as they are."""
         side = self.image_side
         return self if side is None else replace(self, resize_imgs_with_padding=(side, side))
+
+    def acting_dtypes(self, stored: Mapping[str, torch.dtype]) -> dict[str, torch.dtype]:
+        """Without those that LeRobot adds to the expert of `transformers`, in float32."""
+        backbone = {name for name in stored if ".vlm_with_expert." in name and not self._in_float32(name)}
+        in_bf16 = self.load_vlm_weights or any(stored[name] == torch.bfloat16 for name in backbone)
+        dtype = self.dtype or ("bfloat16" if in_bf16 else "float32")
+        return dict.fromkeys(backbone, getattr(torch, dtype))
+
+    def _in_float32(self, weight: str) -> bool:
+        match = re.search(r"lm_expert\.layers\.(\d+)\.self_attn\.[kv]_proj\.", weight)
+        return match is not None and is_cross_layer(
+            int(match[1]), self.attention_mode, self.self_attn_every_n_layers
+        )
 
     @property
     def resizes_images(self) -> bool:

@@ -66,7 +66,7 @@ class CrossLayer(TransformerLayer):
         self, x: Tensor, rope: Rope, mask: Tensor, prefix: KVCache | ReusedPrefix
     ) -> Tensor:
         queries = self.self_attn.queries(self.input_layernorm(x)[0], rope)
-        return self.add_mlp(x + self.self_attn(queries, self._project(prefix), mask))
+        return self.add_mlp(self.add(x, self.self_attn(queries, self._project(prefix), mask)))
 
     def _project(self, prefix: KVCache | ReusedPrefix) -> KVCache:
         if isinstance(prefix, KVCache):
@@ -76,8 +76,13 @@ class CrossLayer(TransformerLayer):
         return prefix.projected
 
     def _project_cache(self, cache: KVCache) -> KVCache:
-        attention = self.self_attn
-        keys, values = attention.k_proj(cache.keys.flatten(2)), attention.v_proj(cache.values.flatten(2))
+        attention, dtype = self.self_attn, cache.keys.dtype
+        keys, values = cache.keys.flatten(2), cache.values.flatten(2)
+        if self.rounds_in_bf16:  # with weights in float32
+            keys, values = keys.float(), values.float()
+        keys, values = attention.k_proj(keys), attention.v_proj(values)
+        if self.rounds_in_bf16 and keys.device.type != "cpu":  # fused attention takes one type
+            keys, values = keys.to(dtype), values.to(dtype)
         return KVCache(attention.split_heads(keys), attention.split_heads(values))
 
 
@@ -111,6 +116,11 @@ class ActionExpert(nn.Module):
             else:
                 x, _ = layer(x, attention.rope, attention.mask, cache)
         return self.norm(x)[0]
+
+
+def is_cross_layer(layer: int, attention_mode: str, self_every: int) -> bool:
+    """Whether a layer of the expert attends to the prefix only."""
+    return "cross" in attention_mode and not is_self_attention(layer, self_every)
 
 
 def is_self_attention(layer: int, self_every: int) -> bool:

@@ -14,7 +14,7 @@ from flexor.core.errors import ConfigError
 from flexor.policies.hf_transformers import fetch
 from flexor.policies.nn.flow import time_embedding
 from flexor.policies.nn.kv_cache import KVCache
-from flexor.policies.nn.transformer import TransformerLayer, TransformerSize
+from flexor.policies.nn.transformer import TransformerLayer, TransformerSize, round_in_bf16
 from flexor.policies.smolvla.config import SmolVLAConfig
 from flexor.policies.smolvla.expert import (
     ActionExpert,
@@ -89,6 +89,13 @@ class SmolVLANetwork(nn.Module):
         self.action_time_mlp_out = nn.Linear(width, width)
         markers = _image_markers(config.vlm_model_name) if config.add_image_special_tokens else None
         self.register_buffer("image_markers", markers, persistent=False)
+        self.rounds_in_bf16 = False
+
+    def round_in_bf16(self) -> None:
+        """For weights in bfloat16 without autocast: round where LeRobot does."""
+        self.vlm_with_expert.vlm.round_in_bf16()
+        round_in_bf16(self.vlm_with_expert.lm_expert)
+        self.rounds_in_bf16 = True
 
     def blocks(self) -> list[nn.Module]:
         return [*self.vlm_with_expert.vlm.blocks(), *self.vlm_with_expert.lm_expert.layers]
@@ -131,10 +138,10 @@ class SmolVLANetwork(nn.Module):
         width = actions.shape[-1]
         time_embeds = time_embedding(time, width, self.config.min_period, self.config.max_period)
         time_embeds = time_embeds.to(actions.dtype)[:, None].expand_as(actions)
-        hidden = F.silu(self.action_time_mlp_in(torch.cat((actions, time_embeds), -1)))
-        tokens = self.action_time_mlp_out(hidden).to(noisy_actions.dtype)
-        expert = self.vlm_with_expert.lm_expert
-        return self.action_out_proj(expert(tokens, context.attention, context.prefix))
+        mixed = F.silu(self.action_time_mlp_in(torch.cat((actions, time_embeds), -1)))
+        tokens = self.action_time_mlp_out(mixed).to(noisy_actions.dtype)
+        hidden = self.vlm_with_expert.lm_expert(tokens, context.attention, context.prefix)
+        return self.action_out_proj(hidden.float() if self.rounds_in_bf16 else hidden)
 
     def _embed(self, observation: Observation) -> tuple[Tensor, Tensor]:
         """Tokens of images and task [B, S, width], and which of them are not padding [B, S].

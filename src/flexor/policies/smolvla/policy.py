@@ -9,8 +9,10 @@ Parameter names and settings are LeRobot's, so either program can load the other
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from functools import partial
 
+import torch
 from torch import Tensor, nn
 
 from flexor.core.batch import ACTION, STATE, Batch
@@ -88,6 +90,15 @@ class SmolVLA(Policy):
                 "--policy.path=lerobot/smolvla_base. To train on a random vision-language model instead, set "
                 "--policy.load_vlm_weights=false."
             ) from error
+
+    def cast_to_act(self, stored: Mapping[str, torch.dtype]) -> None:
+        super().cast_to_act(stored)
+        if self.model.vlm_with_expert.vlm.decoder.dtype == torch.bfloat16:
+            self.model.round_in_bf16()
+
+    @property
+    def needs_autocast(self) -> bool:
+        return not self.model.rounds_in_bf16
 
     def shard_units(self) -> list[nn.Module]:
         return self.model.blocks()

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from flexor.core.errors import ConfigError
 from flexor.policies.nn.siglip import SiglipSize, SiglipVision
-from flexor.policies.nn.transformer import Transformer, init_decoder
+from flexor.policies.nn.transformer import Transformer, init_decoder, round_in_bf16
 from flexor.policies.vlm.backbone import VisionLanguageModel
 from flexor.policies.vlm.smolvlm_size import SmolVLMSize
 
@@ -21,6 +21,7 @@ class SmolVLM(VisionLanguageModel):
         """`image`: height and width of images, if they are not those that the encoder was trained on."""
         super().__init__()
         self.size = size
+        self.image_scale = size.text.width**0.5
         self.model = SmolVLMModel(size, image)
         self.lm_head = nn.Linear(size.text.width, size.vocabulary, bias=False)
         init_decoder(self.lm_head)
@@ -31,13 +32,19 @@ class SmolVLM(VisionLanguageModel):
 
     def embed_images(self, images: Tensor) -> Tensor:
         """Images [N, 3, H, W] in -1..1 -> [N, T, width], scaled as text is."""
-        return self.model.connector(self.model.vision_model(images)) * self.size.text.width**0.5
+        return self.model.connector(self.model.vision_model(images)) * self.image_scale
 
     def embed_tokens(self, tokens: Tensor) -> Tensor:
         return super().embed_tokens(tokens) * self.size.text.width**0.5
 
     def vision_blocks(self) -> list[nn.Module]:
         return self.model.vision_model.layers()
+
+    def round_in_bf16(self) -> None:
+        """For weights in bfloat16 without autocast: round where LeRobot and `transformers` do."""
+        round_in_bf16(self.decoder)
+        self.model.vision_model.round_in_bf16()
+        self.image_scale = float(torch.tensor(self.image_scale, dtype=torch.bfloat16, device="cpu"))
 
 
 class SmolVLMModel(nn.Module):
@@ -61,24 +68,30 @@ class SmolVLMVision(SiglipVision):
                 f"Images of {image} x {image} pixels have {patches} x {patches} patches, which must be a multiple of "
                 f"{shuffle}: set --policy.resize_imgs_with_padding='[{size.image}, {size.image}]'."
             )
+        self.sides = side, patches
         nearest = None if patches == side else _nearest(side, patches)
         self.register_buffer("nearest", nearest, persistent=False)
         for layer in self.encoder.layers:
             assert isinstance(layer, nn.Module)
             _reorder(layer, "self_attn", "layer_norm1", "mlp", "layer_norm2")
 
+    def round_in_bf16(self) -> None:
+        """With rounded fractions, patches take other positions, unless the grid has 4, 8, 16 or 32 rows."""
+        self.nearest = _nearest(*self.sides, torch.bfloat16)
+
     def forward(self, images: Tensor) -> Tensor:
+        images = images.to(self.embeddings.patch_embedding.weight.dtype)
         if self.nearest is None:
             return super().forward(images)
         positions = self.embeddings.position_embedding(self.nearest)
         return self.post_layernorm(self.encoder(self.embeddings.patch_embedding(images) + positions))
 
 
-def _nearest(side: int, patches: int) -> Tensor:
+def _nearest(side: int, patches: int, dtype: torch.dtype = torch.float32) -> Tensor:
     """The position [patches^2] of each patch in a grid of side x side; rounded as SmolVLM2's authors do."""
     boundaries = torch.arange(1 / side, 1.0, 1 / side, device="cpu")
     fractions = (torch.arange(patches, dtype=torch.float32, device="cpu") * (1 / patches)).clamp(max=1 - 1e-6)
-    index = torch.bucketize(fractions, boundaries, right=True)
+    index = torch.bucketize(fractions.to(dtype), boundaries, right=True)
     return (index[:, None] * side + index).flatten()
 
 

@@ -11,6 +11,7 @@ A checkpoint and the policy in it become visible in one commit, or not at all.
 from __future__ import annotations
 
 import json
+import tempfile
 import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -28,6 +29,7 @@ from flexor.core.paths import files_to_push
 from flexor.core.published import published
 from flexor.core.run_files import CHECKPOINTS, METRICS, PRETRAINED, RUN_CONFIG, RUN_RECORD, WEIGHTS
 from flexor.train.checkpoint import folder as checkpoint
+from flexor.train.checkpoint.export import write_weights_to_act
 from flexor.train.checkpoint.run_record import id_in, note, read_record
 from flexor.train.hub.card import model_card
 from flexor.train.hub.settings_files import published_file, with_published_settings
@@ -81,12 +83,17 @@ class RunOnHub:
         resumable = full or f"{CHECKPOINTS}/{name}/{checkpoint.MANIFEST}" in remote
         files: dict[str, Content] = self._texts(name, remote, resumable)
         files |= policy_files(folder) if policy else {}
-        if full:
-            contents = checkpoint_files(folder)
-            files |= {f"{CHECKPOINTS}/{name}/{file}": content for file, content in contents.items()}
-        old = [n for n in remote if n not in files and _is_replaced(n, name, full, WEIGHTS in files)]
-        commit = self.repository.commit(files, f"Checkpoint {name}", old, progress, stop)
-        self._check_pushed(files, _manifest_hashes(folder, name, files), commit)
+        with tempfile.TemporaryDirectory(prefix="flexor-") as temporary:
+            cast = Path(temporary) / WEIGHTS
+            if WEIGHTS in files and write_weights_to_act(folder, folder / PRETRAINED / WEIGHTS, cast):
+                files[WEIGHTS] = cast
+            if full:
+                contents = checkpoint_files(folder)
+                files |= {f"{CHECKPOINTS}/{name}/{file}": content for file, content in contents.items()}
+            old = [n for n in remote if n not in files and _is_replaced(n, name, full, WEIGHTS in files)]
+            commit = self.repository.commit(files, f"Checkpoint {name}", old, progress, stop)
+            saved = {file: content for file, content in files.items() if content != cast}
+            self._check_pushed(files, _manifest_hashes(folder, name, saved), commit)
         if full:
             self.repository.tag(name, commit)
         return commit
