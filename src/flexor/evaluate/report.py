@@ -76,7 +76,7 @@ def _checked_flags(settings: Sequence[str]) -> dict[str, Any]:
     flags = drop_ignored(parse_flags(settings))
     check_rename_map(flags)
     if coerce(flags.pop("policy.use_amp", False), bool, "policy.use_amp"):
-        log.warning("--policy.use_amp has no effect: evaluation runs in float32")
+        log.warning("--policy.use_amp has no effect: evaluation runs in the policy's own precision")
     for key in flags:
         if key.split(".")[0] not in (*GROUPS, *TOP_LEVEL):
             valid = [*(f"{group}." for group in GROUPS), *TOP_LEVEL]

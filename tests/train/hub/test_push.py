@@ -9,22 +9,26 @@ import threading
 from pathlib import Path
 
 import pytest
+import torch
 import yaml
+from safetensors.torch import load
 
 from flexor.cli.main import main
 from flexor.core import hub_errors
 from flexor.core.errors import CheckpointError, ConfigError, FlexorError
 from flexor.core.hub import HubRepository
-from flexor.policies.pretrained import load_pretrained
+from flexor.policies.pretrained import find_folder, load_pretrained
 from flexor.train.checkpoint import folder as checkpoint
 from flexor.train.hub import background
 from flexor.train.hub.download import fetch_run
 from support import runs
 from support.hub_server import QUOTA, TOKEN, Blob, HubServer, Repo, everything_written, hub
 from support.limits import wait_for
+from support.small_policies import small_flags
 
 REPO = "--policy.repo_id=ann/run"
 EVERY = ("--save_checkpoint_to_hub=true", "--save_freq=2")
+PRETRAINED_ON_HUB = "checkpoints/000001/pretrained_model/"
 POLICY = {"config.json", "model.safetensors", "train_config.json", "policy_preprocessor.json"}
 
 
@@ -83,6 +87,21 @@ def as_pushed(folder: Path) -> dict[str, bytes]:
     """The files of a folder that are pushed as they are: those with paths of this machine are not."""
     changed = ("train_config.json", "flexor.json", "manifest.json")
     return {name: data for name, data in folder_files(folder).items() if not name.endswith(changed)}
+
+
+def test_a_policy_that_acts_in_bfloat16_is_pushed_in_it(server, dataset, tmp_path, capsys):
+    """The checkpoint beside it keeps what resuming needs."""
+    tiny = [*small_flags("smolvla", tmp_path / "files"), "--policy.device=cpu"]
+    run = runs.train(dataset, tmp_path / "run", tiny, "--steps=1", REPO, "--save_checkpoint_to_hub=true")
+    pushed = files(server)
+    policy, kept = (pushed[f"{folder}model.safetensors"] for folder in ("", PRETRAINED_ON_HUB))
+    assert kept == (find_folder(str(run)) / "model.safetensors").read_bytes()
+    assert {weight.dtype for weight in load(kept).values()} == {torch.float32}
+    assert load(policy).keys() == load(kept).keys()
+    expert = "model.vlm_with_expert.lm_expert.norm.weight"
+    assert load(policy)[expert].dtype == torch.bfloat16
+    assert main(["push", str(run), "--checkpoints"]) == 0
+    assert files(server)["model.safetensors"] == policy
 
 
 def test_the_policy_at_the_end(server, train, capsys, tmp_path):
