@@ -111,9 +111,10 @@ def test_float32_differs_by_the_roundings_only(vlms, tmp_path):
     assert 1e-4 < difference(rounded, exact) < 0.1
 
 
-def test_flags_of_serve(vlms, tmp_path):
+def test_flags_of_serve(vlms, tmp_path, log_lines):
     folder = saved(made("bf16", vlms), tmp_path)
     config = load_pretrained(folder).policy.config
+    assert "faster with --policy.dtype=float32" in log_lines[-1]
     assert weights_dtype("tf32", config) == {"dtype": "float32"} and weights_dtype(None, config) == {}
     assert weights_dtype("tf32", replace(config, dtype="bfloat16")) == {}
     for flags, dtype, expected in (

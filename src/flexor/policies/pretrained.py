@@ -18,6 +18,7 @@ from torch import Tensor
 from flexor.core.batch import ACTION, MEMORY, Batch
 from flexor.core.errors import CheckpointError, ConfigError, FlexorError
 from flexor.core.foreign_files import MALFORMED, read_json_object
+from flexor.core.log import log
 from flexor.core.manifest import verify_policy
 from flexor.core.model_files import ModelFiles
 from flexor.core.paths import inside
@@ -285,6 +286,10 @@ def load_pretrained(path: str, device: str = "cpu", overrides: dict[str, Any] | 
     with without_initial_weights(config):
         policy = make_policy(config)
     policy.cast_to_act(stored_dtypes(policy, folder))
+    if torch.device(device).type == "cpu" and not policy.needs_autocast:
+        log.info(
+            "the policy acts in bfloat16, like its checkpoint. Most CPUs are faster with --policy.dtype=float32"
+        )
     with_memory(policy, device)
     load_weights(policy, folder)
     return Pretrained(policy.eval(), before, after)
