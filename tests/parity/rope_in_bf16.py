@@ -15,7 +15,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from parity import flexor_side, lerobot_side
-from parity.inputs import STATE, camera, shown
+from parity.inputs import STATE, camera, observation_sequence
 from parity.kinds import cases_of, part, prepared
 
 INPUTS = STATE | camera("wrist", 224, 224) | camera("above", 224, 224)
@@ -37,7 +37,7 @@ def actions(side: Any, kind: str, case: dict, folder: Path, exact: bool = False)
         part(kind, "cases").fill_policy(made.policy)
         if exact:
             make_exact(made.policy)
-        observations = shown(case["robot"], 5)
+        observations = observation_sequence(case["robot"], 5)
         if side is flexor_side:
             return flexor_side.act(made, observations)
         made.policy.eval()

@@ -21,7 +21,7 @@ from flexor.serve.settings import ServeSettings
 from flexor.train.checkpoint.export import export
 from parity.fill import fill
 from parity.flexor_side import act, make_policy
-from parity.inputs import shown
+from parity.inputs import observation_sequence
 from parity.kinds import cases_of
 from parity.records import difference
 from parity.smolvla.vlms import make_vlms
@@ -62,7 +62,7 @@ def dtype_of(policy: Pretrained) -> torch.dtype:
 
 
 def shown_to(policy: Pretrained, vlms: Path) -> list:
-    return act(policy, shown(cases_of("smolvla", vlms)["bf16"]["robot"], 4))
+    return act(policy, observation_sequence(cases_of("smolvla", vlms)["bf16"]["robot"], 4))
 
 
 # In which precision.
