@@ -88,8 +88,9 @@ def table(results: dict[str, Any]) -> str:
         "| --- | --- | --- | --- | --- | --- |",
     ]
     for row, case in zip(ROWS, results["rows"], strict=True):
-        tensors = [f"{case[f'{how}_allocated_bytes'] / 1e9:.2f}" for how in ("planned", "measured")]
-        times = [f"{case[f'{how}_ms']:.0f}" for how in ("planned", "measured")]
+        hows = ("planned", "measured") if case["measured_ms"] else ("planned",)
+        tensors = [f"{case[f'{how}_allocated_bytes'] / 1e9:.2f}" for how in hows]
+        times = [f"{case[f'{how}_ms']:.0f}" for how in hows]
         process = f"{case['planned_process_bytes'] / 1e9:.1f}"
         cells = (
             f"`{row.policy}`",

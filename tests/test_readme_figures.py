@@ -1,8 +1,10 @@
-"""The README's table of measured results has the figures of the files in `benchmarks/results`."""
+"""The README and docs/vla.md have the figures of the files in `benchmarks/results`."""
 
 import json
 import re
 from pathlib import Path
+
+import vla_table
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks/results"
@@ -46,3 +48,14 @@ def test_video_streaming():
 def test_planned_memory():
     summary = json.loads(newest("plan_accuracy*.json"))["summary"]
     assert f"planned against measured | | within **{100 * summary['allocated']['median']:.2f} %**" in README
+
+
+def test_large_models():
+    results = json.loads(newest("vla_table*.json"))
+    assert vla_table.table(results) in (ROOT / "docs/vla.md").read_text()
+    far = max(
+        abs(row["planned_allocated_bytes"] / row["measured_allocated_bytes"] - 1)
+        for row in results["rows"]
+        if row["measured_ms"]
+    )
+    assert far < 0.0003
