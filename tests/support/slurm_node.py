@@ -19,7 +19,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from support.limits import wait_for
+from support.limits import retried, wait_for
 
 NODES = 2
 ASK_S = 0.25  # each question starts a program
@@ -45,6 +45,7 @@ SelectType=select/cons_tres
 SelectTypeParameters=CR_CPU
 ReturnToService=2
 MessageTimeout=100
+MinJobAge=86400
 KillWait=600
 SlurmdParameters=config_overrides
 NodeName=127.0.0.[1-{nodes}] NodeHostname={host} NodeAddr=127.0.0.1 Port=[{ports[1]}-{ports[2]}] CPUs=1
@@ -105,8 +106,10 @@ class SlurmJob:
         self.number, self.log = number, log
 
     def state(self) -> dict[str, str]:
-        answer = subprocess.run(
-            ["scontrol", "show", "job", self.number], capture_output=True, text=True, check=True
+        command = ["scontrol", "show", "job", self.number]
+        answer = retried(  # a busy controller may not answer in time
+            lambda: subprocess.run(command, capture_output=True, text=True, check=True),
+            subprocess.CalledProcessError,
         )
         return dict(re.findall(r"(\w+)=(\S*)", answer.stdout))
 
