@@ -16,7 +16,7 @@ import torch
 from safetensors.torch import load_file
 
 from flexor.evaluate.envs import make_env, observation_to_batch, stack_batch
-from flexor.policies.pretrained import cast_to_act, load_pretrained, save_pretrained
+from flexor.policies.pretrained import load_pretrained, save_pretrained
 from parity import flexor_side
 from parity.fill import fill, uniform
 from parity.inputs import BATCH, observation_sequence
@@ -80,7 +80,10 @@ class Exchange:
         getattr(self.settings, "fill_policy", fill)(made.policy)
         weights = made.policy.state_dict()
         if self.in_bf16(name):  # as exported
-            weights = cast_to_act(made.policy.config, weights)
+            dtypes = made.policy.config.acting_dtypes(
+                {name: weight.dtype for name, weight in weights.items()}
+            )
+            weights |= {name: weights[name].to(dtype) for name, dtype in dtypes.items()}
         folder = self.folder / "here" / name
         save_pretrained(folder, made.policy.config, weights, made.preprocessor, made.postprocessor)
 

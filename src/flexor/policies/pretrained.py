@@ -264,12 +264,6 @@ def as_lerobot(config: PolicyConfig) -> dict[str, Any]:
     return {"type": config.type, **ours, **LEROBOT_ONLY}
 
 
-def cast_to_act(config: PolicyConfig, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Weights in the types that they have when the policy acts."""
-    dtypes = config.acting_dtypes({name: weight.dtype for name, weight in weights.items()})
-    return {name: weight.to(dtypes.get(name, weight.dtype)) for name, weight in weights.items()}
-
-
 def save_weights(kind: str, weights: Mapping[str, Tensor], file: Path) -> None:
     """Write the weights of a policy of this type as LeRobot's file has them."""
     weights = {name: weight.detach().cpu().contiguous() for name, weight in weights.items()}

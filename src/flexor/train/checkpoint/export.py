@@ -5,18 +5,19 @@ from __future__ import annotations
 import shutil
 from pathlib import Path
 
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 
 from flexor.core.errors import CheckpointError, ConfigError
 from flexor.core.output_paths import check_output_folder
 from flexor.core.paths import files_to_push
 from flexor.core.run_files import PRETRAINED, SHARDS, TRAINING_STATE, WEIGHTS, find_last
 from flexor.core.typed import from_plain
+from flexor.core.weight_files import WeightFiles
 from flexor.policies import policy_class
 from flexor.policies.adapter_files import save_adapter
 from flexor.policies.adapters import LoraConfig, merged
 from flexor.policies.external import is_code, is_loaded
-from flexor.policies.pretrained import base_policy, cast_to_act, save_weights
+from flexor.policies.pretrained import base_policy, save_weights
 from flexor.train.checkpoint import folder as checkpoint
 from flexor.train.checkpoint.tensors import ShardedTensors
 
@@ -40,25 +41,26 @@ def export(path: Path, output: Path | None = None) -> Path:
         check_output_folder(target, "--output")
         _write_weights(source, target)
     temporary = target / f".{WEIGHTS}"
-    if output is not None and write_weights_to_act(source, target / WEIGHTS, temporary):
+    if output is not None and write_weights_to_act(source, target, temporary):
         temporary.rename(target / WEIGHTS)
     return target
 
 
-def write_weights_to_act(source: Path, weights_file: Path, file: Path) -> bool:
+def write_weights_to_act(checkpoint_folder: Path, policy_folder: Path, file: Path) -> bool:
     """Write the weights of a checkpoint's policy to `file` in the types that they have when it acts.
 
     False, and no file: they have them already. A checkpoint keeps those that training needs.
     """
-    settings = dict(checkpoint.read_state(source, "flexor.json")["config"]["policy"])
+    settings = dict(checkpoint.read_state(checkpoint_folder, "flexor.json")["config"]["policy"])
     kind = str(settings.pop("type"))
     if is_code(kind) and not is_loaded(kind):
         return False
-    config, weights = from_plain(policy_class(kind).Config, settings, "policy"), load_file(weights_file)
-    cast = cast_to_act(config, weights)
-    if all(cast[name].dtype == weight.dtype for name, weight in weights.items()):
+    config, weights = from_plain(policy_class(kind).Config, settings, "policy"), WeightFiles(policy_folder)
+    stored = {name: tensor.dtype for name, tensor in weights.described().items()}
+    acting = stored | config.acting_dtypes(stored)
+    if acting == stored:
         return False
-    save_file(cast, file)
+    save_file({name: weights.read(name).to(dtype) for name, dtype in acting.items()}, file)
     return True
 
 

@@ -85,7 +85,7 @@ class RunOnHub:
         files |= policy_files(folder) if policy else {}
         with tempfile.TemporaryDirectory(prefix="flexor-") as temporary:
             cast = Path(temporary) / WEIGHTS
-            if WEIGHTS in files and write_weights_to_act(folder, folder / PRETRAINED / WEIGHTS, cast):
+            if WEIGHTS in files and write_weights_to_act(folder, folder / PRETRAINED, cast):
                 files[WEIGHTS] = cast
             if full:
                 contents = checkpoint_files(folder)
