@@ -25,7 +25,7 @@ def rows(lerobot: Path, folder: Path) -> Iterator[Row]:
     theirs = exchange.lerobot_train("theirs", f"--policy.path={ours}", rename, steps=2)
     check_names(theirs)
     yield Row("lerobot-train --rename_map, acts here", exchange.compare({theirs: observed}))
-    resumed = exchange.resume_there()
+    resumed = exchange.resume_there("ours")
     check_names(resumed)
     yield Row("lerobot-train --resume of ours renamed, acts here", exchange.compare({resumed: observed}))
     onwards = exchange.flexor_train("onwards", f"--policy.path={theirs}", rename, steps=2)

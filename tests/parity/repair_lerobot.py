@@ -68,9 +68,9 @@ def repair(root: Path) -> None:
         assert report.ok and check_dataset(report.out).ok, str(report)
         encoded_again = "b-frames" in name or name == "av1"
         expected = open_dataset(root=original if encoded_again else good)
-        expected = expected.select([plan.episode.index for plan in report.kept])
+        expected = expected.select([plan.episode.index for plan in report.included])
         rows = expected.read(np.arange(len(expected)))
-        lengths = np.array([plan.length for plan in report.kept])
+        lengths = np.array([plan.length for plan in report.included])
         columns = {key: rows[key] for key in SAME}
         np.savez(root / f"{number}.npz", length=lengths, task=rows["task"], **columns)
         (root / f"{number}.json").write_text(json.dumps(name))
