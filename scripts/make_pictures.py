@@ -34,7 +34,7 @@ def episode(seed: int, size: int) -> tuple[list[np.ndarray], list[str]]:
     while not env.state.success:
         observation = env.step(expert_action(env.state))[0]
         frames.append(observation["pixels"])
-        phases.append("done" if env.state.success else "carry" if env.state.held else "reach")
+        phases.append("done" if env.state.success else "carry" if env.state.grasped else "reach")
     return frames, phases
 
 
