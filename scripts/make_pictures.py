@@ -16,7 +16,7 @@ import av
 import av.filter
 import numpy as np
 
-from flexor.data.format.encode import encode_png
+from flexor.pages.images import png
 from flexor.sim.expert import expert_action
 from flexor.sim.task import FPS, PlaceEnv
 
@@ -52,7 +52,7 @@ def strip(path: Path, seed: int, size: int) -> None:
     grasp = phases.index("carry")
     last = len(frames) - 1
     moments = [0, grasp // 2, grasp, (grasp + last) // 2, last - 1, last]
-    path.write_bytes(encode_png(np.concatenate([frames[i] for i in moments], axis=1)))
+    path.write_bytes(png(np.concatenate([frames[i] for i in moments], axis=1)))
 
 
 def write_gif(path: Path, frames: Sequence[np.ndarray]) -> None:
