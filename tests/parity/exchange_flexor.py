@@ -65,10 +65,10 @@ class Exchange:
         acts = [name for name, case in self.cases.items() if case.get("acts", True)]
         for writer, reader in (("here", "there"), ("there", "here")):
             observed = {self.folder / writer / name: self.observation_sequence(name) for name in acts}
-            exact = {path: shown for path, shown in observed.items() if not self.in_bf16(path.name)}
+            exact = {path: sequence for path, sequence in observed.items() if not self.in_bf16(path.name)}
             yield f"saved {writer}, acts {reader}", self.compare(exact)
             if len(exact) < len(observed):
-                rounded = {path: shown for path, shown in observed.items() if path not in exact}
+                rounded = {path: sequence for path, sequence in observed.items() if path not in exact}
                 yield f"saved {writer}, acts {reader}{IN_BF16_LABEL}", self.compare(rounded)
 
     def in_bf16(self, name: str) -> bool:

@@ -44,9 +44,9 @@ def actions(side: Any, kind: str, case: dict, folder: Path, exact: bool = False)
         return lerobot_side.act(kind, made, observations)
 
 
-def far(some: list, others: list) -> float:
+def far(actions: list, reference: list) -> float:
     """The root mean square of the differences, relative to that of the actions."""
-    a, b = torch.tensor(some), torch.tensor(others)
+    a, b = torch.tensor(actions), torch.tensor(reference)
     return float((a - b).square().mean().sqrt() / b.square().mean().sqrt())
 
 

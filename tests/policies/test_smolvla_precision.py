@@ -213,12 +213,12 @@ def run(tmp_path_factory, dataset):
 
 def test_checkpoints_keep_float32_and_exports_do_not(run, tmp_path):
     exported = export(run, tmp_path / "exported")
-    kept, small = (load_file(folder / "model.safetensors") for folder in (find_folder(str(run)), exported))
-    assert {weight.dtype for weight in kept.values()} == {torch.float32}
-    assert small.keys() == kept.keys()
+    trained, small = (load_file(folder / "model.safetensors") for folder in (find_folder(str(run)), exported))
+    assert {weight.dtype for weight in trained.values()} == {torch.float32}
+    assert small.keys() == trained.keys()
     wide = {name for name, weight in small.items() if weight.dtype == torch.float32}
-    assert wide == {*CROSS[:2], *(name for name in kept if BACKBONE not in name)}
-    for name, weight in kept.items():
+    assert wide == {*CROSS[:2], *(name for name in trained if BACKBONE not in name)}
+    for name, weight in trained.items():
         assert torch.equal(small[name], weight.to(small[name].dtype))
     observation = {
         name: np.ones((1, *feature.shape), np.float32 if name == STATE else np.uint8)

@@ -94,10 +94,10 @@ def test_a_policy_that_acts_in_bfloat16_is_pushed_in_it(server, dataset, tmp_pat
     tiny = [*small_flags("smolvla", tmp_path / "files"), "--policy.device=cpu"]
     run = runs.train(dataset, tmp_path / "run", tiny, "--steps=1", REPO, "--save_checkpoint_to_hub=true")
     pushed = files(server)
-    policy, kept = (pushed[f"{folder}model.safetensors"] for folder in ("", PRETRAINED_ON_HUB))
-    assert kept == (find_folder(str(run)) / "model.safetensors").read_bytes()
-    assert {weight.dtype for weight in load(kept).values()} == {torch.float32}
-    assert load(policy).keys() == load(kept).keys()
+    policy, resumable = (pushed[f"{folder}model.safetensors"] for folder in ("", PRETRAINED_ON_HUB))
+    assert resumable == (find_folder(str(run)) / "model.safetensors").read_bytes()
+    assert {weight.dtype for weight in load(resumable).values()} == {torch.float32}
+    assert load(policy).keys() == load(resumable).keys()
     expert = "model.vlm_with_expert.lm_expert.norm.weight"
     assert load(policy)[expert].dtype == torch.bfloat16
     assert main(["push", str(run), "--checkpoints"]) == 0
