@@ -317,15 +317,15 @@ def test_serve_page_names_every_flag_and_option():
     assert named >= {field.name for field in fields(RequestOptions)}
 
 
-@pytest.mark.parametrize("benchmark", ["step", "policy", "serve"])
-def test_bench_page_names_every_flag(benchmark, capsys):
+@pytest.mark.parametrize("measured", ["step", "policy", "serve"])
+def test_bench_page_names_every_flag(measured, capsys):
     with pytest.raises(SystemExit):
-        cli.main(["bench", benchmark, "--help"])
+        cli.main(["bench", measured, "--help"])
     flags = set(re.findall(r"^  (--[a-z-]+)", capsys.readouterr().out, re.MULTILINE))
     section = (
         (ROOT / "docs/bench.md")
         .read_text()
-        .partition(f"\n## flexor bench {benchmark}\n")[2]
+        .partition(f"\n## flexor bench {measured}\n")[2]
         .partition("\n## ")[0]
     )
     rows = re.findall(r"^\| (`--.*?`) \|", section, re.MULTILINE)
