@@ -1,12 +1,17 @@
-"""What each process of a run takes, and how long a checkpoint holds the run up, for each way to share a model.
+"""What each process of a run takes: its step, its memory, and how long a checkpoint holds it up.
 
+    python benchmarks/ranks.py --steps act diffusion smolvla                                         # on one GPU
     python benchmarks/ranks.py --processes 4 --layers 12 --strategies ddp fsdp hsdp
-    python benchmarks/ranks.py --processes 1 --layers 60 --strategies ddp fsdp --precision bf16    # on a GPU
-
+    python benchmarks/ranks.py --processes 1 --layers 60 --strategies ddp fsdp --precision bf16      # on a GPU
     python benchmarks/ranks.py --pretend 8 --layers 240 --strategies fsdp --precision bf16           # on one GPU
 
-Trains an ACT without cameras, `--layers` blocks of 12.6 million parameters, on a small dataset made on the spot: real
-runs by `flexor train` with real checkpoints. Prints a table, and one JSON object per strategy with --json.
+With --steps: the step of one process, of one rank that exchanges gradients with itself over NCCL, and of two ranks that
+share the GPU and exchange them over gloo, each eager and as CUDA graphs, at batch 8. NCCL captures the exchange of one
+rank, but moves nothing. Two ranks on one GPU share its time: their step takes twice as long, plus the exchange.
+
+For each way to share a model: trains an ACT without cameras, `--layers` blocks of 12.6 million parameters, on a small
+dataset made on the spot: real runs by `flexor train` with real checkpoints. Prints a table, and one JSON object per
+strategy with --json.
 
 - state: weights, gradients and Adam's moments of one rank, counted (16 bytes per parameter, whole or a part).
 - peak: on a GPU what the allocator held at most; on a CPU resident memory above what imports take.
@@ -36,6 +41,7 @@ from flexor.core.console import table
 from flexor.launch.local import free_port, rank_environment
 
 STEPS = 9
+WAYS = {"one process": (1, "none"), "1 over NCCL": (1, "nccl"), "2 over gloo": (2, "gloo")}
 
 
 def main() -> None:
@@ -48,8 +54,16 @@ def main() -> None:
     parser.add_argument("--device", default=None)
     parser.add_argument("--pretend", type=int, default=0)
     parser.add_argument("--modes", nargs="+", choices=("sync", "async"), default=["sync", "async"])
+    parser.add_argument(
+        "--steps", nargs="+", metavar="POLICY", help="measure the step of these policies instead"
+    )
+    parser.add_argument("--flags", nargs="+", default=[], help="with --steps: settings of all of them")
+    parser.add_argument("--ways", nargs="+", choices=WAYS, default=[*WAYS])
     parser.add_argument("--json", action="store_true")
     options = parser.parse_args()
+    if options.steps:
+        measure_steps(options)
+        return
     with tempfile.TemporaryDirectory() as folder:
         dataset = write_dataset(Path(folder) / "data")
         results = [
@@ -78,6 +92,45 @@ def main() -> None:
                 ]
             )
         )
+
+
+def measure_steps(options: Any) -> None:
+    rows = []
+    for policy in options.steps:
+        flags = [f"--policy.type={policy}", "--batch_size=8", *options.flags]
+        for way in options.ways:
+            count, backend = WAYS[way]
+            for step in ("eager", "graph"):
+                ranks = start(count, [backend, f"--step={step}", *flags])
+                result = max(ranks, key=lambda rank: rank["step_ms"])
+                rows.append({"policy": policy, "way": way, "step": step, **result})
+                if options.json:
+                    print(json.dumps(rows[-1]), flush=True)
+    if not options.json:
+        head = ["policy", "ranks", "step", "time", "peak memory", "exchanged"]
+        print(table([head, *map(step_row, rows)]))
+
+
+def step_row(result: dict[str, Any]) -> list[str]:
+    figures = (
+        f"{result['step_ms']:.2f} ms",
+        f"{result['peak'] / 1e9:.2f} GB",
+        f"{result['exchanged'] / 1e9:.3f} GB",
+    )
+    return [result["policy"], result["way"], result["step"], *figures]
+
+
+def start(count: int, arguments: list[str]) -> list[dict[str, Any]]:
+    """The figures that `step_main` prints in each of these processes."""
+    port, processes = free_port(), []
+    for rank in range(count):
+        env = {**os.environ, **(rank_environment(rank, count, port, "step", 0))}
+        command = [sys.executable, __file__, "step", *arguments]
+        processes.append(subprocess.Popen(command, env=env, stdout=subprocess.PIPE, text=True))
+    printed = [process.communicate()[0] for process in processes]
+    if any(process.returncode for process in processes):
+        raise SystemExit(f"{arguments} failed")
+    return [json.loads(text.splitlines()[-1]) for text in printed]
 
 
 def row(result: dict[str, Any]) -> list[str]:
@@ -208,6 +261,49 @@ def rank_main(output: Path, flags: list[str]) -> int:
     return code
 
 
+def step_main(backend: str, flags: list[str]) -> None:
+    """Measure the step of this rank, and print its figures."""
+    import torch
+
+    from flexor.bench.step import GPU_STEPS, WINDOWS, RepeatedStep
+    from flexor.cli.flags import described_run, robot_flags
+    from flexor.config.for_gpu import settle_for_gpu
+    from flexor.config.parse import parse_flags
+    from flexor.core.machine import let_gpu_memory_grow
+    from flexor.core.typed import with_settings
+    from flexor.plan.speed.ceilings import seconds_each
+    from flexor.train.ranks.processes import find_processes
+
+    let_gpu_memory_grow()
+    device, processes = torch.device("cuda", 0), find_processes()
+    parser = argparse.ArgumentParser()
+    robot_flags(parser)
+    robot, settings = parser.parse_known_args(flags)
+    config = described_run(robot, parse_flags(settings))[0]
+    config = settle_for_gpu(config, torch.cuda.get_device_capability(device))
+    if backend != "none":
+        config = with_settings(config, {"parallel.backend": backend})
+        processes.join(device, 600, backend)
+    step = RepeatedStep(config, device, processes)
+    for _ in range(8):
+        step()
+    processes.barrier()
+    seconds = statistics.median(seconds_each(step, GPU_STEPS, device) for _ in range(WINDOWS))
+    exchange = step.run.state.engine.exchange
+    trained = [p for p in step.run.policy.parameters() if p.requires_grad]
+    figures = {
+        "step_ms": 1e3 * seconds,
+        "peak": torch.cuda.max_memory_allocated(device),
+        "exchanged": sum(p.nbytes for p in trained) if exchange else 0,
+        "captured": bool(getattr(step.run.run_step, "captured", None)),
+        "device": torch.cuda.get_device_name(device),
+        "torch": torch.__version__,
+    }
+    print(json.dumps(figures))
+    step.run.run_step.close()  # type: ignore[attr-defined]
+    processes.leave()
+
+
 def pretend() -> None:
     """Be alone among many: torch's group that only pretends to communicate, and messages that nobody answers."""
     import torch.distributed as dist
@@ -238,6 +334,9 @@ def resident() -> int:
 
 
 if __name__ == "__main__":
+    if sys.argv[1:2] == ["step"]:
+        step_main(sys.argv[2], sys.argv[3:])
+        sys.exit()
     if sys.argv[1:2] == ["rank"]:
         sys.exit(rank_main(Path(sys.argv[2]), sys.argv[3:]))
     main()

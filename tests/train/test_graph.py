@@ -1,14 +1,11 @@
 """A step as a CUDA graph: the same run as without one, bitwise, and what can't be captured runs all the same."""
 
-import json
-import re
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file
 
 from flexor.cli.main import main
 from flexor.config.schema import OptimizerConfig, ParallelConfig, TrainConfig
@@ -21,9 +18,10 @@ from flexor.train import graph
 from flexor.train.build import captures_steps
 from flexor.train.engine.base import Engine, takes_tensor_rates
 from flexor.train.engine.fsdp import ShardedEngine
-from flexor.train.graph import WARM_UP, GraphStep, _Pieces, wants_graph, why_not
+from flexor.train.graph import WARM_UP, _Pieces, wants_graph, why_not
 from flexor.train.optim.optimizers import CLASSES
 from support import runs
+from support.graphs import assert_same, figures, note_replays, without_device
 from support.own_policy import own_policy
 from support.small_policies import SMALL, WITH_CAMERAS, small_flags
 
@@ -87,7 +85,7 @@ def test_what_a_plan_asks_is_what_the_trainer_asks():
     ("engine", "more", "named"),
     [
         ({"on_nvidia": False}, {}, "NVIDIA"),
-        ({"on_nvidia": True, "world_size": 2}, {}, "2 processes"),
+        ({"on_nvidia": True}, {"parallel": ParallelConfig(find_unused_parameters=True)}, "find_unused"),
         ({"on_nvidia": True}, {"optimizer": OptimizerConfig(type="adamw_8bit")}, "adamw_8bit"),
         ({"on_nvidia": True}, {"activation_checkpointing": True}, "activation_checkpointing"),
     ],
@@ -103,7 +101,8 @@ def test_runs_without_a_graph(engine, more, named):
 
 def test_a_graph_for_each_part_of_which_the_time_is_taken(monkeypatch):
     """Without times it is one. After an error, marks are marks again."""
-    monkeypatch.setattr(torch.cuda, "CUDAGraph", object)  # torch without CUDA has none
+    graphs_of_torch = type("Graph", (), {"replay": None})
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", graphs_of_torch)  # torch without CUDA has none
     done: list[str] = []
 
     @contextmanager
@@ -136,38 +135,13 @@ def test_a_graph_for_each_part_of_which_the_time_is_taken(monkeypatch):
 @pytest.fixture
 def replays(monkeypatch) -> list[int]:
     """The steps that were replayed."""
-    captures: list[int] = []
-    replay = GraphStep._replay
-
-    def noted(self, *arguments):
-        captures.append(self.state.step)
-        return replay(self, *arguments)
-
-    monkeypatch.setattr(GraphStep, "_replay", noted)
-    return captures
+    return note_replays(monkeypatch)
 
 
 def train(data: Path, folder: Path, policy: list[str], *more: str) -> Path:
-    gpu = [flag for flag in policy if not flag.startswith("--policy.device")]
     return runs.train(
-        data, folder, [*gpu, "--policy.device=cuda"], "--log_freq=1", "--deterministic=true", *more
+        data, folder, [*without_device(policy), "--policy.device=cuda"], "--deterministic=true", *more
     )
-
-
-def figures(run: Path) -> list[dict]:
-    """What each step computed, the parts of its loss included, without how long it took."""
-    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    computed = re.compile(r"step|lr|epoch|grad_norm|.*(loss|error|code_rate)")
-    return [{k: v for k, v in line.items() if computed.fullmatch(k)} for line in lines if "loss" in line]
-
-
-def assert_same(run: Path, other: Path) -> None:
-    assert figures(run) == figures(other)
-    left, right = (
-        load_file(run / "checkpoints/last/pretrained_model/model.safetensors") for run in (run, other)
-    )
-    assert left.keys() == right.keys()
-    assert [name for name in left if not torch.equal(left[name], right[name])] == []
 
 
 @pytest.fixture(scope="module", params=["act", *SMALL])
@@ -224,12 +198,10 @@ def test_two_hundred_steps_are_the_same_bits(small, precision, tmp_path, replays
     assert replays == list(range(WARM_UP, LONG))
     assert len(figures(eager)) == LONG
     assert_same(eager, graph)
-    last = eager / "checkpoints/last/"
-    files = [path.relative_to(eager) for path in last.rglob("*.safetensors") if "rng" not in path.name]
-    assert {"ema_state.safetensors", "optimizer_state.safetensors"} <= {path.name for path in files}
-    for file in files:
-        left, right = load_file(eager / file), load_file(graph / file)
-        assert [name for name in left if not torch.equal(left[name], right[name])] == [], file
+    assert {path.name for path in (eager / "checkpoints/last").rglob("*.safetensors")} >= {
+        "ema_state.safetensors",
+        "optimizer_state.safetensors",
+    }
 
 
 @pytest.mark.gpu

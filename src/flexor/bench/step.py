@@ -30,6 +30,7 @@ from flexor.plan.trace.rehearsal import Rehearsal
 from flexor.plan.trace.trace import trace_step
 from flexor.train.compile import CompileTime
 from flexor.train.graph import WARM_UP, GraphStep, NoGraph
+from flexor.train.ranks.processes import Processes
 from flexor.train.ranks.split import Split, split_batch
 
 Way = Literal["eager", "graph"]
@@ -43,9 +44,10 @@ AFTER_CAPTURE = 3  # steps before the measurement
 class RepeatedStep:
     """The trainer's own step of the last phase, repeated on a synthetic batch that stays on the device."""
 
-    def __init__(self, config: TrainConfig, device: torch.device):
+    def __init__(self, config: TrainConfig, device: torch.device, processes: Processes | None = None):
+        """`processes`: those that it exchanges gradients with."""
         split = split_batch(config, 1)
-        self.run = Rehearsal(config, split.batch_size, split.accumulation, Stopwatch(), device)
+        self.run = Rehearsal(config, split.batch_size, split.accumulation, Stopwatch(), device, processes)
         self.run.state.step = self.run.steps_to_trace()[-1]
         self.batches = [synthetic(batch) for batch in self.run.load()]
 

@@ -8,7 +8,7 @@ host from running further ahead. On other devices a mark reads the clock.
 
 A CUDA graph can record events too, but its next replay, which is queued before this one is complete, records the same
 ones again: a time could be the difference of two steps. So `train.graph` cuts a step into a graph for each part, and
-the marks are set between them.
+the marks are set between them. A graph can't be cut while it exchanges gradients: there `waits` reads the GPU's clock.
 """
 
 from __future__ import annotations
@@ -20,8 +20,9 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch import Tensor
-from torch.autograd import Variable
+
+import flexor.kernels.gpu_clock  # noqa: F401 (defines the operator)
+from flexor.kernels.available import has_kernels
 
 # Parts of a step, as in `metrics.jsonl` (NAME_s). The time in the loader is `data_wait`.
 COMPUTING = ("forward", "backward", "communication", "optimizer")
@@ -47,7 +48,7 @@ class StepTimes:
         self._marks: deque[tuple[str, torch.cuda.Event, torch.cuda.Event]] = deque()
         self._free: list[torch.cuda.Event] = []
         self._began = 0.0
-        self._exchanging = False
+        self._waited = torch.zeros(2, dtype=torch.int64, device=device) if exchanges and self.on_gpu else None
 
     # The loop calls these once per step, in this order.
 
@@ -78,8 +79,6 @@ class StepTimes:
         if self.cut is not None:
             self.cut(part)
             return
-        if self._exchanging:  # after the computing of a backward pass
-            part, self._exchanging = "communication", False
         if self.on_gpu:
             self._record(part)
             return
@@ -95,28 +94,27 @@ class StepTimes:
         yield
         self.mark(name)
 
-    def expect_exchange(self, loss: Tensor) -> None:
-        """Call before a backward pass: if ranks exchange gradients in it, the end of its computing is marked.
-
-        DDP waits for the other ranks in a callback of autograd's, which it queues when its last gradient is computed.
-        One that is queued before, by a hook on the loss, runs before it.
-        """
-        if self.exchanges and self.device is not None:
-            loss.register_hook(self._queue_mark)
+    @contextmanager
+    def waits(self) -> Iterator[None]:
+        """In a graph, at the end of the backward pass: the block waits for other ranks."""
+        if self._waited is None or not has_kernels(self._waited.device):
+            yield
+            return
+        torch.ops.flexor.add_gpu_time(self._waited, True)
+        yield
+        torch.ops.flexor.add_gpu_time(self._waited, False)
 
     def take(self) -> tuple[dict[str, float], int]:
         """Seconds of every part, and the number of steps."""
         self._read()
+        if self._waited is not None and self.seconds["backward"]:
+            seconds = min(1e-9 * float(self._waited[0]), self.seconds["backward"])
+            self._waited.zero_()
+            self.seconds["backward"] -= seconds
+            self.seconds["communication"] += seconds
         measured = dict(self.seconds), self.steps
         self.seconds, self.steps = defaultdict(float), 0
         return measured
-
-    def _queue_mark(self, _: Tensor) -> None:
-        Variable._execution_engine.queue_callback(self._computed)
-
-    def _computed(self) -> None:
-        self.mark("backward")
-        self._exchanging = True
 
     def _record(self, part: str) -> None:
         event = self._free.pop() if self._free else torch.cuda.Event(enable_timing=True)

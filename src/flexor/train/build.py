@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 from contextlib import nullcontext
 from pathlib import Path
@@ -56,11 +55,9 @@ def mention_rename_map(config: TrainConfig) -> None:
 
 def build_engine(config: TrainConfig, processes: Processes, device: torch.device) -> Engine:
     """The engine: one process, or several that each hold the whole model or a shard of it."""
-    unused = config.parallel.find_unused_parameters or not config.policy.uses_all_parameters
-    parallel = dataclasses.replace(config.parallel, find_unused_parameters=unused)
-    settings = (device, config.precision, config.deterministic, processes, parallel)
-    if started_by_accelerate():
-        return _accelerate_engine(parallel)(*settings)
+    settings = (device, config.precision, config.deterministic, processes, config.parallel)
+    if started_by_accelerate() and (engine := _accelerate_engine(config.parallel)) is not None:
+        return engine(*settings)
     strategy: str = config.parallel.strategy
     if strategy == "auto" and processes.world_size > 1:
         strategy = pick_strategy(config, processes, device)
@@ -75,7 +72,7 @@ def build_engine(config: TrainConfig, processes: Processes, device: torch.device
 
 def captures_steps(config: TrainConfig) -> bool:
     """The `captures` of the engine that the run will have: plans have none."""
-    return not started_by_accelerate() and config.parallel.strategy not in ("fsdp", "hsdp")
+    return config.parallel.strategy not in ("fsdp", "hsdp") and not uses_deepspeed()
 
 
 def keep_copies(config: TrainConfig, engine: Engine, split: Split, optimizer: torch.optim.Optimizer) -> None:
@@ -86,28 +83,26 @@ def keep_copies(config: TrainConfig, engine: Engine, split: Split, optimizer: to
 
 def may_keep_copies(config: TrainConfig, split: Split) -> bool:
     """Whether the settings allow it. The optimizer and the precision are settled."""
-    alone = split.world_size == 1 and split.accumulation == 1
     plain = not (config.compile or config.activation_checkpointing or config.lora.r)
     lower = config.precision == "bf16" and config.weights_dtype != "bf16"
     adam = config.optimizer.type in ("adam", "adamw")
-    return alone and plain and lower and adam and config.policy.computes_with_bf16_copies
+    return split.accumulation == 1 and plain and lower and adam and config.policy.computes_with_bf16_copies
 
 
-def _accelerate_engine(parallel: ParallelConfig) -> type[Engine]:
-    """The engine that the run's settings and the Accelerate config ask for."""
-    from flexor.train.engine.accelerate import AccelerateEngine, AccelerateShardedEngine
-
+def _accelerate_engine(parallel: ParallelConfig) -> type[Engine] | None:
+    """The engine that runs on Accelerate, if the settings and the Accelerate config ask for one."""
+    sharded = parallel.strategy in ("fsdp", "hsdp")
+    if parallel.cpu_offload and (uses_deepspeed() or not sharded):
+        raise ConfigError("parallel.cpu_offload=true requires FSDP: select it in the Accelerate config.")
     if uses_deepspeed():
         from flexor.train.engine.deepspeed import DeepSpeedEngine
 
-        engine: type[Engine] = DeepSpeedEngine
-    elif parallel.strategy in ("fsdp", "hsdp"):
-        engine = AccelerateShardedEngine
-    else:
-        engine = AccelerateEngine
-    if parallel.cpu_offload and engine is not AccelerateShardedEngine:
-        raise ConfigError("parallel.cpu_offload=true requires FSDP: select it in the Accelerate config.")
-    return engine
+        return DeepSpeedEngine
+    if sharded:
+        from flexor.train.engine.accelerate import AccelerateShardedEngine
+
+        return AccelerateShardedEngine
+    return None
 
 
 def pick_strategy(config: TrainConfig, processes: Processes, device: torch.device) -> str:

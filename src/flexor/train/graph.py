@@ -3,7 +3,8 @@
 The first steps of a kind run eagerly, because libraries initialise themselves in them. Then a step is captured, and
 replayed from there on: as one graph, or as one for each part of which a run takes the time. Before each replay the
 batch, the learning rates, the keys of the noise and the seed of dropout are copied to where the graph reads them.
-`begin_step` of the policy and the schedule stay outside.
+`begin_step` of the policy and the schedule stay outside. Several ranks exchange their gradients over NCCL within the
+graph, while the backward pass goes on, and over gloo between two graphs.
 A graph runs the kernels of the eager step, so it computes the same. A step of another kind (a smaller batch, another
 phase of training, other frozen parameters) gets a graph of its own; if there are too many kinds, it runs eagerly.
 """
@@ -11,7 +12,7 @@ phase of training, other frozen parameters) gets a graph of its own; if there ar
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 from typing import Any
 
@@ -28,6 +29,7 @@ from flexor.core.rng import GraphNoise, NoiseKeys
 from flexor.monitor.meters import Meters
 from flexor.monitor.step_times import StepTimes
 from flexor.train.checkpoint.state import TrainState
+from flexor.train.engine.exchange import GradientExchange
 from flexor.train.step import (
     StepFigures,
     compute_step,
@@ -55,7 +57,6 @@ def why_not(
     config: TrainConfig,
     *,
     on_nvidia: bool,
-    world_size: int = 1,
     strategy: str = "one process",
     captures: bool = True,
 ) -> str | None:
@@ -65,10 +66,10 @@ def why_not(
     """
     if not on_nvidia:
         return "the run does not use an NVIDIA GPU"
-    if world_size > 1:
-        return f"{world_size} processes exchange gradients"
     if not captures:
         return f"{strategy} can't be captured"
+    if config.parallel.find_unused_parameters:
+        return "parallel.find_unused_parameters=true looks for them in every step"
     optimizer = resolve_optimizer(config.optimizer, config.policy).type
     if optimizer not in CAPTURABLE:
         return f"optimizer.type={optimizer} can't be captured; {' and '.join(CAPTURABLE)} can"
@@ -84,24 +85,43 @@ def wants_graph(config: TrainConfig, reason: str | None) -> bool:
     return config.step != "eager" and reason is None
 
 
-Piece = tuple[str, torch.cuda.CUDAGraph]  # a part of a step, as its times have it
+Piece = tuple[str, Callable[[], None]]  # a part of a step, as its times have it, and what runs it
 
 
 class _Pieces:
-    """Captures what runs inside: as one graph, or as one for each part of which `times` takes the time."""
+    """Captures what runs inside: as one graph, or as one for each part of which `times` takes the time.
 
-    def __init__(self, times: StepTimes, last: str, pool: Pool, stream: torch.cuda.Stream):
-        self.times, self.last, self.pool, self.stream = times, last, pool, stream
+    What `exchange` can't have captured runs between two graphs.
+    """
+
+    def __init__(
+        self,
+        times: StepTimes,
+        last: str,
+        pool: Pool,
+        stream: torch.cuda.Stream,
+        exchange: GradientExchange | None = None,
+    ):
+        self.times, self.last, self.pool, self.stream, self.exchange = times, last, pool, stream, exchange
         self.pieces: list[Piece] = []
 
     def __enter__(self) -> list[Piece]:
         self._begin()
         self.times.cut = self._cut
+        if self.exchange and not self.exchange.capturable:
+            self.exchange.outside = self._run_outside
         return self.pieces
 
     def __exit__(self, *error: Any) -> None:
         self.times.cut = None
+        if self.exchange:
+            self.exchange.outside = None
         self._end(self.last, *error)
+
+    def _run_outside(self, exchange: Callable[[], None]) -> None:
+        self._end("backward", None, None, None)
+        self.pieces.append(("communication", exchange))
+        self._begin()
 
     def _cut(self, part: str) -> None:
         self._end(part, None, None, None)
@@ -114,7 +134,7 @@ class _Pieces:
 
     def _end(self, part: str, *error: Any) -> None:
         self.capture.__exit__(*error)
-        self.pieces.append((part, self.graph))
+        self.pieces.append((part, self.graph.replay))
 
 
 @dataclass
@@ -141,11 +161,12 @@ class GraphStep:
         reason = why_not(
             state.config,
             on_nvidia=engine.device.type == "cuda",
-            world_size=engine.world_size,
             strategy=engine.strategy,
             captures=engine.captures,
         )
         self.gave_up = not wants_graph(state.config, reason)
+        if reason is not None and engine.device.type == "cuda":
+            log.info("steps run operation by operation: %s", reason)
         if not self.gave_up:
             self.stream, self.pool = torch.cuda.Stream(state.engine.device), torch.cuda.graph_pool_handle()
 
@@ -183,16 +204,23 @@ class GraphStep:
 
     def _try_to_capture(self, kind: Hashable, batches: list[Batch]) -> None:
         state = self.state
+        exchange = state.engine.exchange
         try:
             self.captured[kind] = self._capture(batches[0], len(batches))
         except RuntimeError as error:
-            self.gave_up = True
             message = f"the step can't be captured in a CUDA graph: {why_not_captured(error, __file__)}"
+            if exchange and exchange.capturable:
+                exchange.capturable = False
+                log.warning("%s. The next is captured without the exchange of gradients.", message)
+                return
+            self.gave_up = True
             if state.config.step == "graph":
                 raise NoGraph(message) from error
             log.warning("%s. It runs operation by operation instead.", message)
         finally:
             state.engine.zero_grad(state.optimizer)
+        if len(self.captured) == 1:
+            log.info("from step %d on, a step is replayed as %s", state.step + 1, _describe(exchange))
 
     def _capture(self, like: Batch, micro_batches: int) -> _Captured:
         """Nothing is computed here."""
@@ -207,20 +235,23 @@ class GraphStep:
         # The first pass makes the gradients, later ones add to them: a parameter that the loss does not reach has none.
         for _ in range(min(micro_batches, 2)):
             with self._pieces("optimizer" if micro_batches == 1 else "backward") as pieces:
-                loss, parts = forward_backward(state, batch, noise)
+                with state.engine.accumulate(last=micro_batches == 1):
+                    loss, parts = forward_backward(state, batch, noise)
                 figures = torch.stack([value.float() for value in (loss, *parts.values())])
                 if micro_batches == 1:
-                    state.times.mark("backward")
+                    state.engine.finish_backward(state.times)
                     norm = update_weights(state).float()
             names = [*parts]
             passes.append((pieces, figures))
         if micro_batches > 1:
             with self._pieces("optimizer") as update:
+                if state.engine.exchange:
+                    state.engine.exchange.finish(state.times)
                 norm = update_weights(state).float()
         return _Captured(batch, keys, names, passes, update, norm)
 
     def _pieces(self, last: str) -> _Pieces:
-        return _Pieces(self.state.times, last, self.pool, self.stream)
+        return _Pieces(self.state.times, last, self.pool, self.stream, self.state.engine.exchange)
 
     def _replay(self, captured: _Captured, batches: list[Batch]) -> StepFigures:
         state = self.state
@@ -239,9 +270,21 @@ class GraphStep:
         return StepFigures(loss, captured.norm.clone(), dict(zip(captured.names, parts)))
 
     def _run(self, pieces: list[Piece]) -> None:
-        for part, graph in pieces:
-            graph.replay()
+        for part, run in pieces:
+            run()
             self.state.times.mark(part)
+
+    def close(self) -> None:
+        """NCCL can't end before the graphs that use it."""
+        self.captured.clear()
+
+
+def _describe(exchange: GradientExchange | None) -> str:
+    if exchange is None:
+        return "a CUDA graph"
+    if exchange.capturable:
+        return "a CUDA graph, which contains the exchange of gradients"
+    return "two CUDA graphs, between which the ranks exchange gradients"
 
 
 def _memory_for(batch: Batch, device: torch.device) -> Batch:

@@ -206,7 +206,7 @@ def fit(
     profiling = Profiling(config.profile, run.folder, engine.device, engine.rank, config.profile_all_ranks)
     state.policy.train()
 
-    with RunLog(state, run, loader, meters) as run_log, closing(profiling), saver:
+    with RunLog(state, run, loader, meters) as run_log, closing(profiling), closing(step), saver:
         batches = loader.steps(state.step, config.steps)
         stop.stepping = True
         while state.step < config.steps:

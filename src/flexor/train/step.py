@@ -51,13 +51,16 @@ def compute_step(state: TrainState, micro_batches: list[Batch]) -> StepFigures:
     parts: dict[str, Tensor] = {}
     for micro, batch in enumerate(micro_batches):
         seed_dropout(state, micro)
-        with state.engine.accumulate(last=micro + 1 == len(micro_batches)):
+        last = micro + 1 == len(micro_batches)
+        with state.engine.accumulate(last):
             noise = Noise(state.config.seed, state.step, batch[SAMPLE_ID])
             loss, new_parts = forward_backward(state, on_device(batch, state.engine.device), noise)
-        state.times.mark("backward")
+        if not last:
+            state.times.mark("backward")
         total += loss
         for name, part in new_parts.items():
             parts[name] = parts[name] + part if name in parts else part
+    state.engine.finish_backward(state.times)
     norm = update_weights(state)
     state.times.mark("optimizer")
     return StepFigures(total, norm, parts)
@@ -95,7 +98,6 @@ def forward_backward(state: TrainState, batch: Batch, noise: Noise) -> tuple[Ten
         losses = engine.model(prepared, noise)
         loss = _weighted(losses.per_sample, prepared).sum() / split.global_batch
     state.times.mark("forward")
-    state.times.expect_exchange(loss)
     engine.backward(loss)
     parts = {n: _weighted(p.detach(), prepared).sum() / split.global_batch for n, p in losses.parts.items()}
     return loss.detach(), parts

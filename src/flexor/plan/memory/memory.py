@@ -249,7 +249,6 @@ def is_captured(config: TrainConfig, gpu: Card, trace: Trace, world_size: int) -
     reason = why_not(
         config,
         on_nvidia=gpu.compute_capability is not None,
-        world_size=world_size,
         strategy=config.parallel.strategy,
         captures=captures_steps(config),
     )

@@ -41,6 +41,7 @@ from flexor.train.engine.shard_units import sharding_of
 from flexor.train.graph import GraphStep
 from flexor.train.optim.ema import EMA
 from flexor.train.optim.optimizers import build_optimizer
+from flexor.train.ranks.processes import Processes
 from flexor.train.ranks.split import Split
 from flexor.train.step import optimizer_step
 
@@ -62,8 +63,8 @@ class Watcher(Protocol):
 class WatchedEngine(Engine):
     """The engine of one process, which reports the current phase of the step."""
 
-    def __init__(self, device: torch.device, precision: str, tracker: Watcher, deterministic: bool = False):
-        super().__init__(device, precision, deterministic)
+    def __init__(self, tracker: Watcher, *settings: Any):
+        super().__init__(*settings)
         self.tracker = tracker
 
     @contextlib.contextmanager
@@ -98,9 +99,9 @@ class Rehearsal:
         accumulation: int,
         tracker: Watcher,
         device: torch.device = META,
-        world_size: int = 1,
+        processes: Processes | None = None,
     ):
-        """`world_size`: processes of the planned run, of which this is one."""
+        """`processes`: those of a run that is measured."""
         optimizer = resolve_optimizer(config.optimizer, config.policy)
         scheduler = resolve_scheduler(config.scheduler, config.policy)
         config = replace(config, optimizer=optimizer, scheduler=scheduler)
@@ -111,12 +112,12 @@ class Rehearsal:
         tracker.name(self.policy.buffers(), "buffers")
         tracker.name(self.policy.parameters(), "weights")
         deterministic = config.deterministic and device != META
-        engine = WatchedEngine(device, config.precision, tracker, deterministic)
+        engine = WatchedEngine(tracker, device, config.precision, deterministic, processes, config.parallel)
         on_meta = AdamW8bitOnMeta if device == META and optimizer.type == "adamw_8bit" else None
         torch_optimizer = build_optimizer(optimizer, self.policy, make=on_meta)
         engine.prepare(self.policy, torch_optimizer)
         if captures_steps(config):
-            keep_copies(config, engine, replace(self.split, world_size=world_size), torch_optimizer)
+            keep_copies(config, engine, self.split, torch_optimizer)
         if engine.copies:  # made here, since they are not part of every step
             tracker.name(engine.copies.create().values(), "casts")
         if config.compile and device != META:

@@ -278,7 +278,7 @@ def trace_step(
     cuda.on_cast = lambda copy: tracker.name([copy], "casts")
     accumulation = accumulation or config.gradient_accumulation_steps or 1
     with _explained(config.policy.type), torch.random.fork_rng(devices=[]), tracker, cuda.active():
-        rehearsal = Rehearsal(config, batch_size, accumulation, tracker, world_size=world_size)
+        rehearsal = Rehearsal(config, batch_size, accumulation, tracker)
         built = len(tracker.events)
         cuda.sync_points.clear()
         with tracker.modules(rehearsal.policy):

@@ -31,7 +31,6 @@ try:
     import accelerate
     from accelerate.state import PartialState
     from accelerate.utils import (
-        DistributedDataParallelKwargs,
         DistributedType,
         FullyShardedDataParallelPlugin,
         GradientAccumulationPlugin,
@@ -47,7 +46,7 @@ BY_ACCELERATE = f"; by Accelerate {accelerate.__version__}"
 
 
 class AccelerateEngine(Engine):
-    """The whole model in each process."""
+    """What engines on Accelerate share. Where each process has the whole model, Flexor's own engine trains."""
 
     captures = False
 
@@ -68,7 +67,7 @@ class AccelerateEngine(Engine):
 
     def _options(self) -> dict[str, Any]:
         """Options for Accelerate besides those of every run."""
-        return {"kwargs_handlers": [DistributedDataParallelKwargs(**self.ddp_options())]}
+        raise NotImplementedError
 
     def prepare(self, policy: Policy, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
         self.policy = policy

@@ -1,15 +1,14 @@
 """Where the model runs and how gradients are computed: device, precision, ranks, scaling, clipping.
 
 The loop uses only this interface, so that the same loop runs on a CPU, on one GPU and on many. In this engine every
-process has the whole model, with DDP if there are several. The other engines are in `fsdp.py`, `accelerate.py` and
-`deepspeed.py`.
+process has the whole model; if there are several, they sum their gradients (DDP, `exchange.py`). The other engines are
+in `fsdp.py`, `accelerate.py` and `deepspeed.py`.
 """
 
 from __future__ import annotations
 
 import contextlib
 import os
-import warnings
 from collections.abc import Iterator
 from contextlib import AbstractContextManager
 from pathlib import Path
@@ -18,15 +17,16 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.nn.parallel import DistributedDataParallel
 
 from flexor.config.schema import ParallelConfig
 from flexor.core.devices import find_device
 from flexor.core.errors import ConfigError
 from flexor.core.rng import seed_everything
+from flexor.monitor.step_times import StepTimes
 from flexor.policies.base import Policy
 from flexor.policies.meta_init import with_memory
 from flexor.policies.pretrained import load_weights
+from flexor.train.engine.exchange import GradientExchange, broadcast_weights
 from flexor.train.optim.bf16_copies import Bf16Copies
 from flexor.train.ranks.processes import Processes
 
@@ -88,7 +88,7 @@ class Engine:
 
     strategy = "one process"
     sharded = False
-    captures = True  # whether one process of it can capture a step in a CUDA graph
+    captures = True  # whether it can capture a step in a CUDA graph
 
     def __init__(
         self,
@@ -108,6 +108,7 @@ class Engine:
             self.strategy = "ddp"
         self.learning_rates: list[Tensor] | None = None
         self.copies: Bf16Copies | None = None  # of the weights, where the step computes with copies
+        self.exchange: GradientExchange | None = None  # with other ranks
         self.scaler = torch.amp.GradScaler(device.type, enabled=precision == "fp16")
         if device.type == "cuda":
             torch.cuda.set_device(device)
@@ -138,18 +139,20 @@ class Engine:
         """Prepare for training: from here on `model` computes the losses. Returns the optimizer to save."""
         self.policy = policy
         self.model: nn.Module = policy
-        if self.world_size > 1:
-            # of 1x1 convolutions: harmless; and of an option whose replacement is too new
-            for warning in ("Grad strides do not match bucket", "`broadcast_buffers` is deprecated"):
-                warnings.filterwarnings("ignore", warning)
-            device_ids = [self.device] if self.device.type == "cuda" else None
-            self.model = DistributedDataParallel(policy, device_ids=device_ids, **self.ddp_options())
+        if self.processes.joined:
+            broadcast_weights(policy)
+            self.exchange = GradientExchange(
+                policy,
+                self.processes,
+                self._leaf_of,
+                find_unused=self.parallel.find_unused_parameters,
+                capturable=self.device.type == "cuda" and self.parallel.backend != "gloo",
+            )
         return optimizer
 
-    def ddp_options(self) -> dict[str, Any]:
-        # with `deterministic`, or DDP rebuilds its buckets after the first step, and sums in another order
-        unused = self.parallel.find_unused_parameters or self.deterministic
-        return {"broadcast_buffers": False, "gradient_as_bucket_view": True, "find_unused_parameters": unused}
+    def _leaf_of(self, parameter: nn.Parameter) -> nn.Parameter:
+        """The tensor that the loss is computed with, which gets the gradient."""
+        return self.copies.of(parameter) if self.copies else parameter
 
     def autocast(self) -> AbstractContextManager[object]:
         if self.precision == "no":
@@ -168,12 +171,10 @@ class Engine:
 
     @contextlib.contextmanager
     def accumulate(self, last: bool) -> Iterator[None]:
-        """Ranks synchronise gradients only after the last micro-batch."""
-        if last or not isinstance(self.model, DistributedDataParallel):
-            yield
-        else:
-            with self.model.no_sync():
-                yield
+        """One forward and backward pass. Ranks exchange gradients in the last one of a step only."""
+        if last and self.exchange:
+            self.exchange.begin()
+        yield
 
     @contextlib.contextmanager
     def side_stream(self) -> Iterator[None]:
@@ -186,8 +187,15 @@ class Engine:
         before.wait_stream(stream)
 
     def backward(self, loss: Tensor) -> None:
-        """`loss` is this rank's part of a sum over all ranks. Engines average gradients, hence the factor."""
-        self.scaler.scale(loss * self.world_size).backward()
+        """`loss` is this rank's part of a sum over all ranks."""
+        self.scaler.scale(loss).backward()
+
+    def finish_backward(self, times: StepTimes) -> None:
+        """After the last backward pass of a step: the gradients are those of all ranks."""
+        if self.exchange:
+            self.exchange.finish(times)
+        else:
+            times.mark("backward")
 
     def clip_grad_norm(self, optimizer: torch.optim.Optimizer, limit: float) -> Tensor:
         """The gradient's norm before clipping, over all ranks; `limit` 0 measures without clipping."""
@@ -205,7 +213,8 @@ class Engine:
 
     def gradients(self) -> list[Tensor]:
         """Those of the policy's parameters that have one, in their order."""
-        leaves = (self.copies.of(p) if self.copies else p for p in self.policy.parameters())
+        parameters = list(self.policy.parameters())
+        leaves = [p if p.grad is not None else self._leaf_of(p) for p in parameters]
         return [leaf.grad for leaf in leaves if leaf.grad is not None]
 
     def set_learning_rates(self, optimizer: torch.optim.Optimizer) -> None:
@@ -249,7 +258,7 @@ class Engine:
     @property
     def exchanges_in_backward(self) -> bool:
         """Whether ranks exchange gradients in the backward pass only, and wait for each other at its end."""
-        return isinstance(self.model, DistributedDataParallel)
+        return self.exchange is not None
 
 
 def norm_in_float32(gradients: list[Tensor]) -> Tensor:

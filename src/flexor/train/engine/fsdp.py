@@ -154,6 +154,9 @@ class ShardedEngine(Engine):
         if last:
             self._average_replicated()
 
+    def backward(self, loss: Tensor) -> None:
+        super().backward(loss * self.world_size)  # gradients are averaged
+
     @torch.no_grad()
     def _average_replicated(self) -> None:
         """Average the gradients of the parameters that are not sharded, in float32 as FSDP does all others."""

@@ -62,7 +62,7 @@ class Bf16Copies:
 
     def of(self, weight: nn.Parameter) -> nn.Parameter:
         """The copy of a weight, or the weight itself if it has none."""
-        return self.copies.get(weight, weight)
+        return self.create().get(weight, weight)
 
     def zero_grad(self) -> None:
         for copy in self.copies.values():

@@ -1,0 +1,121 @@
+"""CUDA graphs of several ranks compute what eager ranks compute, and what one process computes."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from flexor.cli.main import main
+from flexor.launch.local import free_port
+from flexor.train import loop
+from flexor.train.graph import WARM_UP
+from flexor.train.ranks.processes import Processes
+from support import ranks, runs
+from support.graphs import assert_same, note_replays, without_device
+from support.limits import LIMIT_S
+from support.small_policies import SMALL, WITH_CAMERAS, small_flags
+
+pytestmark = pytest.mark.gpu
+
+STEPS = 9
+CUDA = ["--policy.device=cuda", "--deterministic=true"]
+FLAGS = {
+    "float32": ["--precision=no"],
+    "bf16, EMA": ["--precision=bf16", "--ema.enable=true", "--channels_last=true"],
+    "accumulation": ["--gradient_accumulation_steps=2", "--precision=no"],
+    "fp16": ["--precision=fp16"],
+    "bf16 weights": ["--precision=bf16", "--weights_dtype=bf16"],
+    "part of the graph per mark": ["--precision=no", "--batch_size=3"],
+}
+
+
+@pytest.fixture
+def replays(monkeypatch) -> list[int]:
+    """The steps that were replayed."""
+    return note_replays(monkeypatch)
+
+
+@pytest.fixture
+def over_nccl(monkeypatch):
+    """One rank, which exchanges gradients with itself: all that NCCL can do on one GPU."""
+
+    def joined() -> Processes:
+        processes = Processes()
+        processes.join(torch.device("cuda", 0), 600)
+        return processes
+
+    monkeypatch.setattr(loop, "find_processes", joined)
+
+
+@pytest.fixture(scope="module", params=["act", *SMALL])
+def small(request, lowdim, dataset, tiny_act, tmp_path_factory) -> tuple[Path, list[str]]:
+    if request.param == "act":
+        return dataset, without_device(tiny_act)
+    flags = small_flags(request.param, tmp_path_factory.mktemp("models"))
+    return (dataset if request.param in WITH_CAMERAS else lowdim), without_device(flags)
+
+
+@pytest.mark.parametrize("more", FLAGS.values(), ids=FLAGS)
+def test_one_rank_over_nccl_computes_what_one_process_computes(more, small, tmp_path, replays, request):
+    data, policy = small
+    if "--weights_dtype=bf16" in more and "tdmpc" in policy[0]:
+        pytest.skip("TD-MPC moves some weights itself, which are not kept in bf16")
+    flags = [*CUDA, f"--steps={STEPS}", *more]
+    alone = runs.train(data, tmp_path / "alone", policy, *flags, "--step=graph")
+    vocabulary = 3 if "vqbet" in policy[0] else 0
+    replayed = list(range(vocabulary + WARM_UP, STEPS))
+    assert replays == replayed
+    request.getfixturevalue("over_nccl")
+    graph = runs.train(data, tmp_path / "graph", policy, *flags, "--step=graph")
+    assert replays == 2 * replayed
+    eager = runs.train(data, tmp_path / "eager", policy, *flags, "--step=eager")
+    assert replays == 2 * replayed
+    assert_same(graph, eager)
+    assert_same(graph, alone)
+
+
+def test_over_nccl_a_run_is_resumed_saved_and_evaluated_between_replays(
+    dataset, tiny_act, tmp_path, replays, over_nccl, caplog
+):
+    """With an uneven last batch of each epoch, which gets a graph of its own."""
+    flags = [*CUDA, f"--steps={2 * STEPS}", "--save_freq=4", "--dataset.eval_split=0.25", "--eval_steps=5"]
+    policy = without_device(tiny_act)
+    caplog.set_level("INFO")
+    whole = runs.train(dataset, tmp_path / "whole", policy, *flags, "--step=graph")
+    assert "which contains the exchange of gradients" in caplog.text
+    eager = runs.train(dataset, tmp_path / "eager", policy, *flags, "--step=eager")
+    assert_same(whole, eager)
+    cut = runs.cut_back(whole, tmp_path / "cut", 12)
+    replays.clear()
+    assert main(["resume", str(cut)]) == 0 and replays
+    assert_same(whole, cut)
+    line = runs.figures(whole)[-1]
+    assert 0 <= line["communication_s"] <= line["step_s"]
+
+
+def start(folder: Path, arguments: list[str], count: int = 2) -> None:
+    """Ranks that share the GPU, to their end."""
+    port, processes = free_port(), []
+    for rank in range(count):
+        env = {**os.environ, **ranks.environment(rank, count, port), "CUBLAS_WORKSPACE_CONFIG": ":4096:8"}
+        command = [sys.executable, "-m", "flexor", "train", *arguments]
+        processes.append(
+            subprocess.Popen(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+        )
+    output = [process.communicate(timeout=LIMIT_S)[0] for process in processes]
+    assert [process.returncode for process in processes] == [0] * count, output
+    (folder / "output").write_text("\n".join(output))
+
+
+@pytest.mark.parametrize("more", [FLAGS["float32"], FLAGS["accumulation"], FLAGS["bf16, EMA"]])
+def test_two_ranks_over_gloo_compute_the_same_as_graphs_and_eager(more, dataset, tiny_act, tmp_path):
+    policy, gloo = without_device(tiny_act), "--parallel.backend=gloo"
+    for step in ("graph", "eager"):
+        flags = runs.flags(dataset, tmp_path / step, policy, *CUDA, f"--steps={STEPS}", gloo, *more)
+        start(tmp_path, [*flags, f"--step={step}"])
+        said = "between which the ranks exchange gradients" in (tmp_path / "output").read_text()
+        assert said == (step == "graph")
+    assert_same(tmp_path / "graph", tmp_path / "eager")
