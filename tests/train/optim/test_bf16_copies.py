@@ -122,7 +122,7 @@ UNEQUAL = ACTConfig(input_features={"a": camera(3, 32, 32), "b": camera(3, 48, 3
     [
         (BF16, Split(8, 1, 1), True),
         (BF16, Split(8, 2, 1), False),
-        (BF16, Split(8, 1, 2), False),
+        (BF16, Split(8, 1, 2), True),
         (replace(BF16, precision="fp16"), Split(8, 1, 1), False),
         (replace(BF16, precision="no"), Split(8, 1, 1), False),
         (replace(BF16, weights_dtype="bf16"), Split(8, 1, 1), False),

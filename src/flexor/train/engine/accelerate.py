@@ -103,7 +103,7 @@ class AccelerateEngine(Engine):
 class AccelerateShardedEngine(ShardedEngine, AccelerateEngine):
     """A shard of the model in each process (FSDP2), or in each process of a group (HSDP)."""
 
-    accumulate = AccelerateEngine.accumulate
+    accumulate, backward = AccelerateEngine.accumulate, AccelerateEngine.backward
 
     def __init__(self, *settings: Any):
         super().__init__(*settings)

@@ -3,7 +3,8 @@
 Autocast casts each float32 weight to bfloat16 in every forward pass, and its gradient back to float32. Here the copies
 stay from step to step. They are the leaves of the forward pass, so gradients stay in bfloat16. The optimizer reads
 these, updates the float32 weights and its state, and writes the new copies, in one pass over them. Values are the same:
-autocast rounds the weights as the copies are rounded, and its gradients are bfloat16 before they are cast.
+autocast rounds the weights as the copies are rounded, and its gradients are bfloat16 before they are cast. Gradients
+that were summed over several ranks are float32, and those of the weights.
 
 The policy has its float32 weights all the time, except within a forward pass: no other thread may ask for its
 parameters then. Copies are made in the first one, after a checkpoint is loaded.
@@ -73,24 +74,25 @@ class Bf16Copies:
         """The optimizer's step. Large weights have Flexor's kernel, all others torch's."""
         small: list[nn.Parameter] = []
         for group in optimizer.param_groups:
-            copied = [p for p in group["params"] if p in self.copies and self.copies[p].grad is not None]
+            copied = [p for p in group["params"] if p in self.copies and self._gradients([p])]
             large = [p for p in copied if p.numel() >= LARGE and has_kernels(p.device)]
             if large:
                 self._update(optimizer, group, large)
             small += [p for p in copied if p.numel() < LARGE or not has_kernels(p.device)]
-        gradients = [torch.empty_like(p) for p in small]  # in float32
-        if small:
-            torch._foreach_copy_(gradients, [self._gradient(p) for p in small])
-        for weight, gradient in zip(small, gradients):
+        cast = [p for p in small if p.grad is None]
+        gradients = [torch.empty_like(p) for p in cast]  # in float32
+        if cast:
+            torch._foreach_copy_(gradients, self._gradients(cast))
+        for weight, gradient in zip(cast, gradients):
             weight.grad = gradient
         optimizer.step()
         if small:
             torch._foreach_copy_([self.copies[p] for p in small], [*small])
 
-    def _gradient(self, weight: nn.Parameter) -> Tensor:
-        gradient = self.copies[weight].grad
-        assert gradient is not None
-        return gradient
+    def _gradients(self, weights: list[nn.Parameter]) -> list[Tensor]:
+        """Those of the weights, or of their copies."""
+        leaves = [self.copies[weight] if weight.grad is None else weight for weight in weights]
+        return [leaf.grad for leaf in leaves if leaf.grad is not None]
 
     def _update(
         self, optimizer: torch.optim.Optimizer, group: dict[str, Any], weights: list[nn.Parameter]
@@ -100,7 +102,7 @@ class Bf16Copies:
         steps, averages, squares = ([s[key] for s in states] for key in ("step", "exp_avg", "exp_avg_sq"))
         torch._foreach_add_(steps, 1)
         decoupled = isinstance(optimizer, torch.optim.AdamW)  # weight decay is no part of the gradient
-        gradients, copies = [self._gradient(w) for w in weights], [self.copies[w] for w in weights]
+        gradients, copies = self._gradients(weights), [self.copies[w] for w in weights]
         torch.ops.flexor.adam_with_copies(
             *(weights, gradients, averages, squares, copies),
             _factors(torch.stack(steps), group, decoupled),
@@ -109,6 +111,8 @@ class Bf16Copies:
             group["eps"],
             0.0 if decoupled else group["weight_decay"],
         )
+        for weight in weights:
+            weight.grad = None  # so that torch does not update it again
 
 
 def _complement(beta: float) -> float:
