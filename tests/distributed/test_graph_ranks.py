@@ -92,7 +92,7 @@ def test_over_nccl_a_run_is_resumed_saved_and_evaluated_between_replays(
     replays.clear()
     assert main(["resume", str(cut)]) == 0 and replays
     assert_same(whole, cut)
-    line = runs.figures(whole)[-1]
+    line = runs.metrics(whole)[-1]
     assert 0 <= line["communication_s"] <= line["step_s"]
 
 
@@ -111,10 +111,10 @@ def start(folder: Path, arguments: list[str], count: int = 2) -> None:
 
 
 @pytest.mark.parametrize("more", [FLAGS["float32"], FLAGS["accumulation"], FLAGS["bf16, EMA"]])
-def test_two_ranks_over_gloo_compute_the_same_as_graphs_and_eager(more, dataset, tiny_act, tmp_path):
+def test_two_ranks_over_gloo_compute_the_same_as_graphs_and_eager(more, lowdim, tiny_act, tmp_path):
     policy, gloo = without_device(tiny_act), "--parallel.backend=gloo"
     for step in ("graph", "eager"):
-        flags = runs.flags(dataset, tmp_path / step, policy, *CUDA, f"--steps={STEPS}", gloo, *more)
+        flags = runs.flags(lowdim, tmp_path / step, policy, *CUDA, f"--steps={STEPS}", gloo, *more)
         start(tmp_path, [*flags, f"--step={step}"])
         said = "between which the ranks exchange gradients" in (tmp_path / "output").read_text()
         assert said == (step == "graph")

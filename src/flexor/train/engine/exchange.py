@@ -28,6 +28,7 @@ from flexor.train.ranks.processes import Processes
 
 BUCKET_BYTES = 25 << 20  # a larger gradient is a bucket of its own
 ALIGNED = 16  # bytes: torch's kernels for several tensors are faster with aligned ones
+LARGE = 1 << 18  # values from which on a tensor is copied by a kernel of its own: it uses the whole GPU
 MOST_NAMED = 5  # parameters in one message
 
 Outside = Callable[[Callable[[], None]], None]
@@ -56,12 +57,16 @@ class Bucket:
             return
         self.values = torch.empty(self.size, dtype=parameter.dtype, device=parameter.device)
         views = [_view(self.values, offset, p) for offset, p in zip(self.offsets, self.parameters)]
-        copied = [(view, gradient) for view, gradient in zip(views, gradients) if gradient is not None]
-        zeroed = [view for view, gradient in zip(views, gradients) if gradient is None]
-        if copied:
-            torch._foreach_copy_([view for view, _ in copied], [gradient for _, gradient in copied])
-        if zeroed:
-            torch._foreach_zero_(zeroed)
+        small: list[tuple[Tensor, Tensor]] = []
+        for view, gradient in zip(views, gradients):
+            if gradient is None:
+                view.zero_()
+            elif view.numel() < LARGE:
+                small.append((view, gradient))
+            else:
+                view.copy_(gradient)
+        if small:
+            torch._foreach_copy_([view for view, _ in small], [gradient for _, gradient in small])
         for p, view in zip(self.parameters, views):
             p.grad = view
 
