@@ -20,7 +20,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+import flexor.kernels.cast  # noqa: F401 (defines the operator)
 from flexor.core.errors import FlexorError
+from flexor.kernels.available import has_kernels
 from flexor.monitor.step_times import StepTimes
 from flexor.policies.base import Policy
 from flexor.policies.weight_names import unique_state
@@ -28,7 +30,7 @@ from flexor.train.ranks.processes import Processes
 
 BUCKET_BYTES = 25 << 20  # a larger gradient is a bucket of its own
 ALIGNED = 16  # bytes: torch's kernels for several tensors are faster with aligned ones
-LARGE = 1 << 18  # values from which on a tensor is copied by a kernel of its own: it uses the whole GPU
+LARGE = 1 << 16  # values of a gradient from which on it is worth a kernel launch of its own
 MOST_NAMED = 5  # parameters in one message
 
 Outside = Callable[[Callable[[], None]], None]
@@ -61,8 +63,10 @@ class Bucket:
         for view, gradient in zip(views, gradients):
             if gradient is None:
                 view.zero_()
-            elif view.numel() < LARGE:
+            elif view.numel() < LARGE or view.dtype == gradient.dtype:
                 small.append((view, gradient))
+            elif view.stride() == gradient.stride() and _is_dense(gradient) and has_kernels(view.device):
+                torch.ops.flexor.cast_into(view, gradient)
             else:
                 view.copy_(gradient)
         if small:
