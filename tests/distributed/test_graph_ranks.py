@@ -1,6 +1,7 @@
 """CUDA graphs of several ranks compute what eager ranks compute, and what one process computes."""
 
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -11,10 +12,11 @@ import torch
 from flexor.cli.main import main
 from flexor.launch.local import free_port
 from flexor.train import loop
-from flexor.train.graph import WARM_UP
+from flexor.train.graph import WARM_UP, GraphStep
 from flexor.train.ranks.processes import Processes
+from flexor.train.ranks.watchdog import STOPPED
 from support import ranks, runs
-from support.graphs import assert_same, note_replays, without_device
+from support.graphs import assert_same, figures, note_replays, without_device
 from support.limits import LIMIT_S
 from support.small_policies import SMALL, WITH_CAMERAS, small_flags
 
@@ -28,7 +30,6 @@ FLAGS = {
     "accumulation": ["--gradient_accumulation_steps=2", "--precision=no"],
     "fp16": ["--precision=fp16"],
     "bf16 weights": ["--precision=bf16", "--weights_dtype=bf16"],
-    "part of the graph per mark": ["--precision=no", "--batch_size=3"],
 }
 
 
@@ -83,7 +84,6 @@ def test_over_nccl_a_run_is_resumed_saved_and_evaluated_between_replays(
     """With an uneven last batch of each epoch, which gets a graph of its own."""
     flags = [*CUDA, f"--steps={2 * STEPS}", "--save_freq=4", "--dataset.eval_split=0.25", "--eval_steps=5"]
     policy = without_device(tiny_act)
-
     whole = runs.train(dataset, tmp_path / "whole", policy, *flags, "--step=graph")
     assert any("which contains the exchange of gradients" in line for line in log_lines)
     eager = runs.train(dataset, tmp_path / "eager", policy, *flags, "--step=eager")
@@ -96,26 +96,73 @@ def test_over_nccl_a_run_is_resumed_saved_and_evaluated_between_replays(
     assert 0 <= line["communication_s"] <= line["step_s"]
 
 
-def start(folder: Path, arguments: list[str], count: int = 2) -> None:
-    """Ranks that share the GPU, to their end."""
-    port, processes = free_port(), []
-    for rank in range(count):
-        env = {**os.environ, **ranks.environment(rank, count, port), "CUBLAS_WORKSPACE_CONFIG": ":4096:8"}
-        command = [sys.executable, "-m", "flexor", "train", *arguments]
-        processes.append(
-            subprocess.Popen(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+def test_over_nccl_a_signal_stops_between_replays(
+    dataset, tiny_act, tmp_path, replays, over_nccl, monkeypatch
+):
+    """It saves, and the run goes on to where it would have come without."""
+    flags = [*CUDA, f"--steps={STEPS}", "--step=graph"]
+    whole = runs.train(dataset, tmp_path / "whole", without_device(tiny_act), *flags)
+    replay = GraphStep._replay
+
+    def with_signal(self, *arguments):
+        if self.state.step == STEPS - 3:
+            signal.raise_signal(signal.SIGTERM)
+        return replay(self, *arguments)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(GraphStep, "_replay", with_signal)
+        run = tmp_path / "run"
+        assert main(["train", *runs.flags(dataset, run, without_device(tiny_act), *flags)]) == STOPPED
+    assert len(figures(run)) < STEPS
+    assert main(["resume", str(run)]) == 0
+    assert_same(whole, run)
+
+
+RANKS = {
+    "flexor": None,  # two processes with the environment of a launcher
+    "torchrun": ["torch.distributed.run", "--standalone", "--nproc-per-node=2"],
+    "accelerate": ["accelerate.commands.launch", "--multi_gpu", "--num_processes=2", "--num_machines=1"],
+}
+
+
+def start(launcher: str, arguments: list[str]) -> str:
+    """Two ranks that share the GPU, to their end. Returns what they printed."""
+    environment = {**os.environ, "CUBLAS_WORKSPACE_CONFIG": ":4096:8", "CUDA_VISIBLE_DEVICES": "0"}
+    train, port = ["-m", "flexor", "train", *arguments, "--parallel.backend=gloo"], free_port()
+    command, environments = RANKS[launcher], [environment]
+    if command is None:
+        environments = [{**environment, **ranks.environment(rank, 2, port)} for rank in range(2)]
+    elif launcher == "accelerate":
+        pytest.importorskip("accelerate")
+        command = [*command, f"--main_process_port={port}", "--mixed_precision=no", "--dynamo_backend=no"]
+    processes = [
+        subprocess.Popen(
+            [sys.executable, *(["-m", *command] if command else []), *train],
+            env=env,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
         )
-    output = [process.communicate(timeout=LIMIT_S)[0] for process in processes]
-    assert [process.returncode for process in processes] == [0] * count, output
-    (folder / "output").write_text("\n".join(output))
+        for env in environments
+    ]
+    output = "\n".join(process.communicate(timeout=LIMIT_S)[0] for process in processes)
+    assert [process.returncode for process in processes] == [0] * len(processes), output
+    return output
 
 
-@pytest.mark.parametrize("more", [FLAGS["float32"], FLAGS["accumulation"], FLAGS["bf16, EMA"]])
-def test_two_ranks_over_gloo_compute_the_same_as_graphs_and_eager(more, lowdim, tiny_act, tmp_path):
-    policy, gloo = without_device(tiny_act), "--parallel.backend=gloo"
+@pytest.mark.parametrize(
+    ("launcher", "more"),
+    [
+        ("flexor", FLAGS["float32"]),
+        ("flexor", FLAGS["bf16, EMA"]),
+        ("torchrun", FLAGS["accumulation"]),
+        ("accelerate", FLAGS["float32"]),
+    ],
+)
+def test_two_ranks_over_gloo_compute_the_same_as_graphs_and_eager(launcher, more, lowdim, tiny_act, tmp_path):
+    policy = without_device(tiny_act)
     for step in ("graph", "eager"):
-        flags = runs.flags(lowdim, tmp_path / step, policy, *CUDA, f"--steps={STEPS}", gloo, *more)
-        start(tmp_path, [*flags, f"--step={step}"])
-        said = "between which the ranks exchange gradients" in (tmp_path / "output").read_text()
-        assert said == (step == "graph")
+        flags = runs.flags(lowdim, tmp_path / step, policy, *CUDA, f"--steps={STEPS}", *more)
+        output = start(launcher, [*flags, f"--step={step}"])
+        assert ("between which the ranks exchange gradients" in output) == (step == "graph")
     assert_same(tmp_path / "graph", tmp_path / "eager")
