@@ -29,21 +29,7 @@ def parser() -> argparse.ArgumentParser:
         "with the flags below.",
         allow_abbrev=False,
     )
-    where = flags.add_argument_group("where")
-    where.add_argument(
-        "--gpu",
-        metavar="NAME[,NAME]",
-        help="GPU, or several to compare (default: this machine's GPU, or all if it has none)",
-    )
-    where.add_argument("--gpus", type=int, metavar="N", help="GPUs per node (default 1)")
-    where.add_argument("--nodes", type=int, default=1, metavar="N", help="number of nodes (default 1)")
-    where.add_argument(
-        "--interconnect", type=float, metavar="GB/S", help="bandwidth between GPUs or nodes, in one direction"
-    )
-    where.add_argument("--gpus-file", type=Path, metavar="FILE", help="your own GPUs and prices (TOML)")
-    where.add_argument(
-        "--price", type=float, metavar="USD/H", help="price of all nodes together, instead of the list price"
-    )
+    _site_flags(flags.add_argument_group("where"))
     data = flags.add_argument_group("a dataset that is not recorded yet")
     data.add_argument("--frames", type=int, metavar="N", help=f"number of frames (default {FRAMES})")
     robot_flags(data)
@@ -76,6 +62,31 @@ def parser() -> argparse.ArgumentParser:
         help="report of `flexor bench data` about this data, for its loading speed",
     )
     return flags
+
+
+def _site_flags(where: argparse._ArgumentGroup) -> None:
+    where.add_argument(
+        "--gpu",
+        metavar="NAME[,NAME]",
+        help="GPU, or several to compare (default: this machine's GPU, or all if it has none)",
+    )
+    where.add_argument("--gpus", type=int, metavar="N", help="GPUs per node (default 1)")
+    where.add_argument("--nodes", type=int, default=1, metavar="N", help="number of nodes (default 1)")
+    where.add_argument(
+        "--interconnect",
+        metavar="NAME|GB/S",
+        help="between the GPUs of a node: nvlink, pcie, or GB/s in one direction (default: the fastest the GPU has)",
+    )
+    where.add_argument(
+        "--network",
+        metavar="NAME|GBIT",
+        help="between nodes: ethernet (100 Gbit/s per node, the default), infiniband (400 Gbit/s per GPU), or with "
+        "other Gbit/s per node, such as ethernet:25",
+    )
+    where.add_argument("--gpus-file", type=Path, metavar="FILE", help="your own GPUs and prices (TOML)")
+    where.add_argument(
+        "--price", type=float, metavar="USD/H", help="price of all nodes together, instead of the list price"
+    )
 
 
 def run(arguments: list[str]) -> int:
@@ -145,7 +156,8 @@ def _study(parsed: argparse.Namespace, settings: list[str], hardware: Hardware) 
         here=here,
         count=parsed.gpus,
         nodes=parsed.nodes,
-        link=None if parsed.interconnect is None else parsed.interconnect * 1e9,
+        interconnect=parsed.interconnect,
+        network=parsed.network,
         price=parsed.price,
         speed=speed,
         rate_hz=parsed.rate_hz or parsed.fps or FPS,

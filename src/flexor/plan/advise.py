@@ -265,7 +265,8 @@ def _changed(
     site = plan.site
     gpus = int(flags.pop("gpus", site.gpus))
     if gpus != site.gpus:
-        site = site_of(hardware, site.gpu, gpus, site.nodes, link=site.link)
+        links = (site.interconnect, site.network)
+        site = site_of(hardware, site.gpu, gpus, site.nodes, *links)
         config = replace(config, global_batch_size=plan.split.global_batch)
     return applied(config, flags), site, set(flags)
 

@@ -14,12 +14,15 @@ from flexor.plan.plan import FPS, WORKSTATION, Host, Plan, make_plan, site_of
 from flexor.plan.rank import COUNTS, Choice, Ranking, cheapest
 from flexor.plan.site.hardware import GPU, Hardware
 from flexor.plan.speed.speeds import assumed as assumed_speeds
+from flexor.plan.speed.time import step_time
 from flexor.plan.trace.traces import Traces
 
 
 @dataclass(frozen=True)
 class Comparison:
     plan: Plan
+    alone_s: float
+    """A step with the same batch per GPU, if there were only one GPU."""
     choices: list[Choice]
     """All compared GPUs and numbers of GPUs, the cheapest first."""
     changes: list[Change]
@@ -41,7 +44,8 @@ def study(
     here: bool = False,
     count: int | None = None,
     nodes: int = 1,
-    link: float | None = None,
+    interconnect: str | None = None,
+    network: str | None = None,
     price: float | None = None,
     speed: Speed | None = None,
     rate_hz: float = FPS,
@@ -56,7 +60,7 @@ def study(
     host = Host(usable_cores(), free_memory(), WORKSTATION.disk, "this machine") if here else None
 
     def plan_on(gpu: GPU, count: int) -> Plan:
-        site = site_of(hardware, gpu, count, nodes, link=link, price=price, host=host)
+        site = site_of(hardware, gpu, count, nodes, interconnect, network, price=price, host=host)
         return make_plan(
             config, data, site, hardware, traces=traces, speed=speed, rate_hz=rate_hz, executed=executed
         )
@@ -78,4 +82,13 @@ def study(
             raise ConfigError(f"No known GPU supports a global batch size of {batch} on {count or 1} GPUs.")
         plan = plan_on(best.gpu, best.gpus if count is None else count)
     changes, remedy = advise(plan, hardware, config, traces) if not plan.fits else ([], [])
-    return Comparison(plan, choices, changes, remedy, assumed, hardware, traces)
+    return Comparison(plan, alone(plan, traces), choices, changes, remedy, assumed, hardware, traces)
+
+
+def alone(plan: Plan, traces: Traces) -> float:
+    """Seconds of a step with the same batch per GPU on one GPU, without the others."""
+    if plan.site.world_size == 1:
+        return plan.run_time.step.seconds
+    gpu, split = plan.site.gpu, plan.split
+    trace = traces.at(split.batch_size, split.accumulation, gpu)
+    return step_time(trace, gpu, config=plan.config).seconds

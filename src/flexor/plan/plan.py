@@ -28,6 +28,7 @@ from flexor.plan.data.host import (
 from flexor.plan.memory.memory import MemoryPlan, MemoryPlanner, is_captured, usable
 from flexor.plan.site import money
 from flexor.plan.site.hardware import GPU, Flavor, Hardware
+from flexor.plan.site.links import Links, links_of
 from flexor.plan.site.network import Exchange, exchange
 from flexor.plan.speed.speeds import Speeds
 from flexor.plan.speed.time import StepTime, step_time
@@ -37,7 +38,6 @@ from flexor.policies.base import PolicyConfig
 from flexor.policies.features import Kind
 from flexor.train.ranks.split import Split, resolve_batch, split_batch
 
-NODE_LINK = 12.5e9  # default bytes/s between nodes: 100 Gbit/s
 FPS = 30.0
 HOURS_PER_MONTH = 160.0  # that your own machine is used: working hours
 
@@ -62,8 +62,9 @@ class Site:
     gpu: GPU
     gpus: int = 1
     nodes: int = 1
-    link: float | None = None
-    """Bytes/s between GPUs in one direction; None for the default of the GPU or of the nodes."""
+    interconnect: str | None = None
+    """Of the GPUs of a node, and `network` between nodes, as `links_of` reads them."""
+    network: str | None = None
     host: Host = WORKSTATION
     usd_per_hour: float | None = None
     """Price of all nodes together; None if no rental price is known."""
@@ -75,8 +76,8 @@ class Site:
         return self.gpus * self.nodes
 
     @property
-    def slowest_link(self) -> float | None:
-        return self.link or (min(NODE_LINK, self.gpu.peer_link) if self.nodes > 1 else None)
+    def links(self) -> Links:
+        return links_of(self.gpu, self.gpus, self.nodes, self.interconnect, self.network)
 
 
 def site_of(
@@ -84,13 +85,14 @@ def site_of(
     gpu: GPU,
     gpus: int = 1,
     nodes: int = 1,
+    interconnect: str | None = None,
+    network: str | None = None,
     *,
-    link: float | None = None,
     price: float | None = None,
     host: Host | None = None,
 ) -> Site:
     """The cheapest machine with this number of GPUs; if there is none, several machines with one GPU."""
-    site = Site(gpu, gpus, nodes, link)
+    site = Site(gpu, gpus, nodes, interconnect, network)
     if offers := hardware.offers(gpu, gpus):
         site = rented(site, offers[0], nodes)
     elif offers := hardware.offers(gpu, 1):
@@ -226,9 +228,7 @@ def make_plan(
     frames = gpu_cache_bytes(data, loading, cache)
     memory, fits = _memory(planner, trace, frames)
     parallelism = memory.parallelism
-    step = step_time(
-        trace, site.gpu, config=config, parallelism=parallelism, speeds=speeds, link=site.slowest_link
-    )
+    step = step_time(trace, site.gpu, config=config, parallelism=parallelism, speeds=speeds, links=site.links)
     run_time = predict_run_time(step, config, data, site, split, loading, speed)
     checkpoint = _checkpoint(trace, config, parallelism.shards > 1)
     checkpoints = checkpoints_kept(config.steps, config.save_freq, keep.keep_last, keep.keep_every)
@@ -254,7 +254,7 @@ def make_plan(
         money=costs(site, run_time.hours, run_time.busy, hardware),
         parameters=trace.parameters,
         trained=trace.trained,
-        capturable=is_captured(replace(config, step="auto"), site.gpu, trace, site.world_size),
+        capturable=is_captured(replace(config, step="auto"), site.gpu, trace, parallelism),
         waits=trace.waits,
     )
 

@@ -149,7 +149,14 @@ class Ranking:
         size, passes = split.batch_size, split.accumulation
         config = replace(self.config, batch_size=size, gradient_accumulation_steps=passes)
         config, _ = settled(config, site, self.data)
-        step = step_time(trace, site.gpu, config=config, parallelism=memory.parallelism, speeds=speeds)
+        step = step_time(
+            trace,
+            site.gpu,
+            config=config,
+            parallelism=memory.parallelism,
+            speeds=speeds,
+            links=site.links,
+        )
         loading = loading_on(site, config, self.data, split)
         run_time = predict_run_time(step, config, self.data, site, split, loading, self.speed)
         money = costs(site, run_time.hours, run_time.busy, self.hardware)

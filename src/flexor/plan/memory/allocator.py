@@ -320,7 +320,9 @@ class _Replay:
             self.by_category["batch"] += 0 if block is None else block.size
         self.stream = IN_GRAPH
         self.memory.private.add(IN_GRAPH)
+        stays = self.trace.kept_by_graph
         events = self.trace.events[step.loaded : self._last_use(step)]
+        events = [event for event in events if event.kind != "free" or event.storage not in stays]
         ops = self.trace.ops
         backward = (n for n, e in enumerate(events) if e.op >= 0 and ops[e.op].phase == "backward")
         begin = next(backward, len(events))

@@ -4,20 +4,24 @@ A run with CUDA graphs takes its first steps eagerly and then captures one, whic
 whichever of the two needs more.
 
 Outside the allocator are the CUDA context with its kernels, and NCCL's buffers for several processes. Multi-process
-strategies change a trace by rules: sharded memory shrinks, and temporarily gathered memory is added.
+strategies change a trace by rules: gradients move to the buckets in which they are exchanged; sharded memory shrinks,
+and temporarily gathered memory is added.
 """
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
+from itertools import count
 
 from flexor.config.for_gpu import settle_for_gpu
 from flexor.config.schema import TrainConfig
 from flexor.plan.memory.allocator import MIB, OutOfMemory, Peak, replay
 from flexor.plan.memory.bound import LeastMemory, least_memory
+from flexor.plan.memory.buckets import Bucket, fill_buckets
 from flexor.plan.trace.cuda_on_meta import Card
-from flexor.plan.trace.events import Category, Event, Trace
+from flexor.plan.trace.events import Category, Event, StepEvents, Trace
 from flexor.plan.trace.traces import Traces
 from flexor.train.build import captures_steps
 from flexor.train.graph import WARM_UP, wants_graph, why_not
@@ -31,7 +35,6 @@ CONTEXT = 500 * MIB  # CUDA context and the kernels that a run loads
 CONTEXT_HOPPER = 840 * MIB  # measured on an H200: 839 to 841 MiB with CUDA 13
 NCCL = 300 * MIB  # its buffers and kernels; 200 to 500 MiB, depending on the links
 SPARE = 0.01  # share of a GPU's memory that stays free
-BUCKET = 25 * MIB  # gradients that DDP sends at once
 
 # Sharded by FSDP.
 SHARDED: tuple[Category, ...] = ("weights", "optimizer", "ema")
@@ -132,7 +135,7 @@ class MemoryPlanner:
             parallelism=self.parallelism(trace),
             parts=peak.by_category,
             allocator=peak.reserved - peak.allocated,
-            context=context_of(self.gpu, self.world_size),
+            context=self.context,
             phase=op.phase,
             operation=op.name,
             module=op.module,
@@ -141,7 +144,7 @@ class MemoryPlanner:
         )
 
     def _replayed(self, trace: Trace, capacity: int | None = None) -> Peak:
-        graph = is_captured(self.config, self.gpu, trace, self.world_size)
+        graph = is_captured(self.config, self.gpu, trace, self.parallelism(trace))
         rank = self.trace_of_rank(trace)
         return replay(rank, WARM_UP, capacity=capacity, expandable=self.expandable, graph=graph)
 
@@ -151,7 +154,7 @@ class MemoryPlanner:
         if parallelism.world_size == 1:
             return trace
         if parallelism.strategy == "ddp":
-            return _with_buckets(trace)
+            return _with_buckets(trace, kept_by_graph=exchanges_over_gloo(self.config))
         return _sharded(trace, parallelism.shards, self.config)
 
     def parallelism(self, trace: Trace) -> Parallelism:
@@ -198,7 +201,12 @@ class MemoryPlanner:
     @property
     def capacity(self) -> int:
         """Bytes for torch's allocator."""
-        return usable(self.gpu) - context_of(self.gpu, self.world_size)
+        return usable(self.gpu) - self.context
+
+    @property
+    def context(self) -> int:
+        """Bytes outside torch's allocator."""
+        return context_of(self.gpu, 1 if exchanges_over_gloo(self.config) else self.world_size)
 
     def largest_batch(self, accumulation: int | None = None, like: Trace | None = None) -> int:
         """The largest number of samples per pass that fits, up to `MOST`; 0 if not even one fits.
@@ -244,13 +252,19 @@ def usable(gpu: Card) -> int:
     return round(gpu.memory * (1 - SPARE))
 
 
-def is_captured(config: TrainConfig, gpu: Card, trace: Trace, world_size: int) -> bool:
+def exchanges_over_gloo(config: TrainConfig) -> bool:
+    """Whether processes on GPUs exchange through the host's memory."""
+    return config.parallel.backend == "gloo"
+
+
+def is_captured(config: TrainConfig, gpu: Card, trace: Trace, parallelism: Parallelism) -> bool:
     """Whether the trainer replays the steps of the run's last phase as a CUDA graph. The settings are settled."""
+    strategy = config.parallel.strategy if parallelism.world_size == 1 else parallelism.strategy
     reason = why_not(
         config,
         on_nvidia=gpu.compute_capability is not None,
-        strategy=config.parallel.strategy,
-        captures=captures_steps(config),
+        strategy=strategy,
+        captures=captures_steps(config) and strategy not in ("fsdp", "hsdp"),
     )
     return wants_graph(config, reason) and trace.steps[-1].graph_key is not None and not trace.waits
 
@@ -258,30 +272,56 @@ def is_captured(config: TrainConfig, gpu: Card, trace: Trace, world_size: int) -
 # Many processes.
 
 
-def _with_buckets(trace: Trace) -> Trace:
-    """DDP: gradients are stored in permanent buckets. Each is computed in separate memory and then copied there."""
+def _with_buckets(trace: Trace, kept_by_graph: bool) -> Trace:
+    """DDP: when the gradients of a bucket are ready, they are copied there and freed; the optimizer reads the bucket.
+
+    `kept_by_graph`: the exchange is outside of the graph, so a graph's buckets stay where they are.
+    """
     category: dict[int, Category] = dict(trace.category)
-    full, rest = divmod(trace.gradients, BUCKET)
-    buckets = _allocations([BUCKET] * full + ([rest] if rest else []), category, "gradients")
-    gradients = {storage for storage, name in trace.category.items() if name == "gradients"}
+    buckets: set[int] = set()
 
-    def change(events: list[Event]) -> list[Event]:
-        out: list[Event] = []
-        uncopied: int | None = None
-        for event in events:
-            if event.kind == "free" and event.storage in gradients:
-                continue
+    numbers = count(max(category) + 1)
+
+    def change(events: list[Event], step: StepEvents | None) -> list[Event]:
+        if step is None:
+            return events
+        full = {next(numbers): bucket for bucket in fill_buckets(step.ready)}
+        buckets.update(full)
+        category.update(dict.fromkeys(full, "gradients"))
+        return _packed(events, full)
+
+    packed = _rewritten(trace, [], change, category)
+    return replace(packed, kept_by_graph=frozenset(buckets)) if kept_by_graph else packed
+
+
+def _packed(events: list[Event], buckets: dict[int, Bucket]) -> list[Event]:
+    """The events of a step with these buckets. The storages of gradients may each hold several of them."""
+    full = [*buckets.items()]
+    of_storage: dict[int | None, set[int]] = defaultdict(set)  # buckets that are not yet full
+    alive = {
+        number: {g.storage for g in bucket.gradients} for number, bucket in full
+    }  # until the trace frees it
+    for number, storages in alive.items():
+        for storage in storages:
+            of_storage[storage].add(number)
+    packed_into = {storage: sorted(numbers) for storage, numbers in of_storage.items()}
+    out: list[Event] = []
+    for event in events:
+        while full and event.op > full[0][1].op:
+            number, bucket = full.pop(0)
+            out.append(Event("alloc", number, bucket.nbytes, bucket.op))
+            for storage in alive[number]:
+                of_storage[storage].discard(number)
+                if storage is not None and not of_storage[storage]:
+                    out.append(Event("free", storage, 0, bucket.op))
+        if event.kind != "free" or event.storage not in packed_into:
             out.append(event)
-            if event.kind == "alloc" and uncopied is not None:
-                out.append(Event("free", uncopied, 0, event.op))  # copied before the next one is computed
-                uncopied = None
-            if event.kind == "alloc" and event.storage in gradients:
-                uncopied = event.storage
-        if uncopied is not None:
-            out.append(Event("free", uncopied, 0, events[-1].op))
-        return out
-
-    return _rewritten(trace, buckets, change, category)
+            continue
+        for number in packed_into[event.storage]:
+            alive[number].discard(event.storage)
+            if not alive[number]:
+                out.append(event._replace(storage=number))
+    return out
 
 
 def _sharded(trace: Trace, shards: int, config: TrainConfig) -> Trace:
@@ -301,7 +341,7 @@ def _sharded(trace: Trace, shards: int, config: TrainConfig) -> Trace:
     added = [*_allocations([weights], category, "weights"), *_allocations(gradients, category, "gradients")]
     on_host = ("weights", "optimizer") if config.parallel.cpu_offload else ()
 
-    def change(events: list[Event]) -> list[Event]:
+    def change(events: list[Event], _: StepEvents | None) -> list[Event]:
         out = []
         for event in events:
             name = trace.category.get(event.storage)
@@ -324,16 +364,19 @@ def _allocations(sizes: Iterable[int], category: dict[int, Category], name: Cate
 def _rewritten(
     trace: Trace,
     added: list[Event],
-    change: Callable[[list[Event]], list[Event]],
+    change: Callable[[list[Event], StepEvents | None], list[Event]],
     category: dict[int, Category],
 ) -> Trace:
-    """The trace with events added at the end of the build phase, and `change` applied to every part."""
-    events = [*change(trace.events[: trace.built]), *added]
+    """The trace with events added at the end of the build phase, and `change` applied to every part.
+
+    `change` gets the step of the events that compute it; None for those that build and load.
+    """
+    events = [*change(trace.events[: trace.built], None), *added]
     built, steps = len(events), []
     for step in trace.steps:
         start = len(events)
-        events += change(trace.events[step.start : step.loaded])
+        events += change(trace.events[step.start : step.loaded], None)
         loaded = len(events)
-        events += change(trace.events[step.loaded : step.end])
+        events += change(trace.events[step.loaded : step.end], step)
         steps.append(replace(step, start=start, loaded=loaded, end=len(events)))
     return replace(trace, events=events, category=category, built=built, steps=steps)

@@ -32,7 +32,7 @@ def to_json(study: Comparison) -> dict[str, Any]:
         "fits": plan.fits,
         "largest_batch": plan.largest_batch,
         "memory": _memory(plan),
-        "time": _time(plan),
+        "time": _time(study),
         "data": _data(plan),
         "host": _host(plan),
         "robot": _robot(plan),
@@ -62,8 +62,8 @@ def _memory(plan: Plan) -> dict[str, Any]:
     }
 
 
-def _time(plan: Plan) -> dict[str, Any]:
-    step = plan.run_time.step
+def _time(study: Comparison) -> dict[str, Any]:
+    plan, step = study.plan, study.plan.run_time.step
     return {
         "step_s": step.seconds,
         "spread": step.spread,
@@ -74,6 +74,9 @@ def _time(plan: Plan) -> dict[str, Any]:
         "host_s": step.host,
         "communication_s": step.communication,
         "exposed_s": step.exposed,
+        "links": str(plan.site.links) or None,
+        "alone_s": study.alone_s,
+        "efficiency": study.alone_s / step.seconds,
         "at_best_s": step.at_best,
         "compiled_at_best_s": step.compiled_at_best,
         "flops": step.flops,

@@ -62,8 +62,8 @@ def batch_plot(study: Comparison) -> str:
         trace = planner.traces.at(
             size, plan.split.accumulation, plan.site.gpu, world_size=plan.site.world_size, exact=False
         )
-        parallelism, link = plan.memory.parallelism, plan.site.slowest_link
-        step = step_time(trace, plan.site.gpu, config=plan.config, parallelism=parallelism, link=link)
+        parallelism, links = plan.memory.parallelism, plan.site.links
+        step = step_time(trace, plan.site.gpu, config=plan.config, parallelism=parallelism, links=links)
         points.append((math.log2(size), step.seconds * 1e3))
     axes = Axes((0, max(1, points[-1][0])), (0, max(time for _, time in points) * 1.1))
     plot = axes.frame("batch size", "ms", lambda x: f"{2**x:.0f}", "{:.0f}".format, integers=True)

@@ -28,7 +28,7 @@ def render(study: Comparison) -> str:
         answer(study),
         _changes(study),
         _memory(study.plan),
-        _time(study.plan),
+        _time(study),
         _host(study.plan),
         _robot(study.plan),
         _money(study.plan, study),
@@ -119,8 +119,8 @@ BOUNDS = {
 }
 
 
-def _time(plan: Plan) -> str:
-    step = plan.run_time.step
+def _time(study: Comparison) -> str:
+    plan, step = study.plan, study.plan.run_time.step
     rows: list[list[object]] = [["step time", "ms"]]
     rows += [[f"  {name}", ms(seconds)] for name, seconds in sorted(step.gpu.items(), key=lambda x: -x[1])]
     rows.append(["  GPU work, total", ms(step.gpu_seconds)])
@@ -139,6 +139,8 @@ def _time(plan: Plan) -> str:
         f"{BOUNDS[step.bound]} {plan.samples_per_s:.1f} samples/s, {step.mfu:.0%} of the data sheet's FLOP/s. "
         f"Times are {basis}.",
     ]
+    if plan.site.world_size > 1:
+        lines.append(_links(study))
     if plan.waits:
         lines.append(
             f"The policy makes the host wait for the GPU: {'; '.join(plan.waits)}. Host and GPU then do not "
@@ -155,6 +157,17 @@ def _time(plan: Plan) -> str:
         how = "With --step=auto, as a CUDA graph" if would_be_captured(plan) else "Without launch overhead"
         lines.append(f"{how}, a step would take {ms(step.at_best)} ms.")
     return "\n".join(lines)
+
+
+def _links(study: Comparison) -> str:
+    """What several GPUs gain, and what that is based on."""
+    plan, step = study.plan, study.plan.run_time.step
+    hidden = 1 - step.exposed / step.communication
+    return (
+        f"Each of the {plan.site.world_size} GPUs does {study.alone_s / step.seconds:.0%} of the work of one GPU alone "
+        f"({ms(study.alone_s)} ms per step). They communicate over {plan.site.links}; {hidden:.0%} of it overlaps with "
+        "computation. The speed of links is from data sheets and published results, and was not measured."
+    )
 
 
 TIERS = {

@@ -16,7 +16,7 @@ from torch import Tensor
 from flexor.config.for_gpu import settle_for_gpu
 from flexor.config.schema import TrainConfig
 from flexor.plan.speed.time import steps_ops
-from flexor.plan.trace.events import Category, Event, Trace
+from flexor.plan.trace.events import Category, Event, ReadyGradient, Trace
 from flexor.plan.trace.ops import NAMESPACE, Op, Phase
 from flexor.plan.trace.rehearsal import Rehearsal
 from flexor.train import graph
@@ -31,6 +31,7 @@ class Stopwatch:
 
     def __init__(self) -> None:
         self.events: list[Event] = []
+        self.ready: list[ReadyGradient] = []
         self.seconds: dict[str, float] = defaultdict(float)
         self._phase: Phase = "build"
         self._since = time.perf_counter()
@@ -47,6 +48,9 @@ class Stopwatch:
 
     def name(self, tensors: Iterable[Tensor], category: Category) -> None:
         """Does nothing: memory is measured by the allocator."""
+
+    def gradient_ready(self, leaf: Tensor, dtype: torch.dtype) -> None:
+        """Does nothing: only traces note it."""
 
 
 @dataclass(frozen=True)

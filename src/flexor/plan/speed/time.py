@@ -2,30 +2,32 @@
 
 The host launches a step's operations ahead of the GPU. Over many steps, the slower of the two determines the step time.
 A CUDA graph launches all operations of a step at once: then the GPU determines it, with a small gap before each kernel.
-Communication between GPUs overlaps with the backward pass (DDP) or with all GPU work (sharding) as far as possible.
+Communication between GPUs overlaps with the backward pass (DDP, see `exchange.py`) or with all GPU work (sharding) as
+far as possible.
 """
 
 from __future__ import annotations
 
 import functools
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Literal
 
 from flexor.config.for_gpu import settle_for_gpu
 from flexor.config.schema import TrainConfig
-from flexor.plan.memory.memory import Parallelism, is_captured
+from flexor.plan.memory.memory import Parallelism, exchanges_over_gloo, is_captured
 from flexor.plan.site.hardware import GPU
+from flexor.plan.site.links import Links, links_of
+from flexor.plan.speed.exchange import NO_TRAFFIC, Sent, Traffic, packing, sent, traffic
 from flexor.plan.speed.speeds import UNCALIBRATED_GPU, UNCALIBRATED_HOST, Speeds, assumed, limit, load
 from flexor.plan.trace.events import Trace
 from flexor.plan.trace.ops import Op
 
-LINK = 0.75  # share of the bandwidth between GPUs that collectives reach
-HIDDEN = 0.9  # share of the work that communication can overlap with
-LINK_SPREAD = 0.15  # extra relative error of a step that consists only of communication
+HIDDEN = 0.9  # share of the work that the communication of sharded weights can overlap with
+LINK_SPREAD = 0.3  # relative error of the time that links take: none was measured
 
-GAPS = "gaps between kernels"
+GAPS, PACKING = "gaps between kernels", "copies into buckets"
 # Calls of the host to replay a step, as in `train.graph`: seed of dropout, replay, sum; keys of the noise, learning
 # rates, zeros, norm, parts of the loss. All other calls copy inputs.
 CALLS_PER_PASS, CALLS_PER_STEP = 3, 10
@@ -43,8 +45,6 @@ class Clocks:
     """The part of `gpu` that a compiler could fuse at most: memory-bound operations in both passes."""
     host: dict[str, float]
     """Host time to launch the operations, by phase of the step."""
-    backward: float
-    """GPU work in the backward pass."""
     loading: float
     """To copy batches to the GPU, on a separate stream."""
     gaps: float
@@ -102,19 +102,26 @@ def step_time(
     config: TrainConfig,
     parallelism: Parallelism | None = None,
     speeds: Speeds | None = None,
-    link: float | None = None,
+    links: Links | None = None,
 ) -> StepTime:
     """How long a step of the last phase of a run takes.
 
     `speeds`: measured speeds (default: this machine's calibration for that GPU, or without one the reference).
-    `link`: bytes/s of the slowest link between the GPUs, in one direction.
+    `links`: between the GPUs (default: of one node).
     """
     speeds = speeds or load(gpu) or assumed()
     calibrated = speeds.gpu == gpu.name and not speeds.elsewhere
     parallelism, config = parallelism or Parallelism(), settle_for_gpu(config, gpu.compute_capability)
-    graph = is_captured(config, gpu, trace, parallelism.world_size)
-    clocks = _play(trace, gpu, speeds, config, graph)
-    communication, exposed = _traffic(trace, parallelism, config, clocks, (link or gpu.peer_link) * LINK)
+    links = links or links_of(gpu, parallelism.world_size)
+    links = links.over_gloo() if exchanges_over_gloo(config) else links
+    graph = is_captured(config, gpu, trace, parallelism)
+    copies = [op for _, op in packing(trace)] if parallelism.strategy == "ddp" else []
+    clocks = _play(trace, gpu, speeds, config, graph, copies)
+    likely, slow = (
+        _traffic(trace, gpu, speeds, parallelism, config, clocks, links, slower)
+        for slower in (1.0, 1 + LINK_SPREAD)
+    )
+    communication, exposed = likely
     seconds = max(clocks.seconds, clocks.loading) + exposed
     unit = "tf32" if config.precision == "no" else config.precision
     bound: Bound = "network" if exposed > seconds / 2 else "host" if clocks.host_bound else "gpu"
@@ -122,7 +129,7 @@ def step_time(
         **{**vars(clocks), "seconds": seconds},
         communication=communication,
         exposed=exposed,
-        spread=_spread(speeds if calibrated else None, clocks) + LINK_SPREAD * exposed / seconds,
+        spread=_spread(speeds if calibrated else None, clocks) + (slow.exposed - exposed) / seconds,
         bound=bound,
         mfu=clocks.flops / seconds / gpu.flops(unit),
         calibrated=calibrated,
@@ -166,14 +173,23 @@ def _different(trace: Trace, speeds: Speeds) -> list[tuple[Op, int, float]]:
     return [(op, count, speeds.times(op)) for op, count in groups.values()]
 
 
-def _play(trace: Trace, gpu: GPU, speeds: Speeds, config: TrainConfig, graph: bool) -> Clocks:
+def _play(
+    trace: Trace,
+    gpu: GPU,
+    speeds: Speeds,
+    config: TrainConfig,
+    graph: bool,
+    copies: Iterable[Op] = (),
+) -> Clocks:
+    """`copies`: of gradients into buckets, in addition to the operations of the trace."""
     kinds: dict[str, float] = defaultdict(float)
     phases: dict[str, float] = defaultdict(float)  # host seconds by phase
     work: dict[str, float] = defaultdict(float)  # GPU seconds by phase
     phases["step"] = speeds.step_overhead_s(config.policy.type)
     flops = fusible = 0.0
     kernels = 0
-    for op, count, times in _different(trace, speeds):
+    packed = [(op, 1, speeds.times(op)) for op in copies]
+    for op, count, times in (*_different(trace, speeds), *packed):
         phases[op.phase] += count * speeds.launch_s(op, config.policy.type)
         flops += count * op.flops
         if op.kind != "view":
@@ -184,6 +200,10 @@ def _play(trace: Trace, gpu: GPU, speeds: Speeds, config: TrainConfig, graph: bo
                 kernels += count * op.kernels
             if op.kind == "memory" and op.phase in ("forward", "backward"):
                 fusible += seconds
+    if packed:
+        kinds[PACKING] = sum(times * limit(op, gpu) for op, _, times in packed)
+        kinds["memory"] -= kinds[PACKING]
+        fusible -= kinds[PACKING]
     loading, gaps = work.pop("load", 0.0), kernels * speeds.gap
     if graph:
         phases = _replaying(trace, speeds, config, phases)
@@ -195,7 +215,7 @@ def _play(trace: Trace, gpu: GPU, speeds: Speeds, config: TrainConfig, graph: bo
         # before the optimizer step, the scaler waits for the GPU to check that gradients are finite
         late_host, late_device = (clock["optimizer"] + clock["ema"] for clock in (phases, work))
         seconds = max(host - late_host, device - late_device) + max(late_host, late_device)
-    return Clocks(dict(kinds), fusible, dict(phases), work["backward"], loading, gaps, flops, seconds, graph)
+    return Clocks(dict(kinds), fusible, dict(phases), loading, gaps, flops, seconds, graph)
 
 
 def _replaying(
@@ -209,20 +229,48 @@ def _replaying(
 
 
 def _traffic(
-    trace: Trace, parallelism: Parallelism, config: TrainConfig, clocks: Clocks, link: float
-) -> tuple[float, float]:
-    """Seconds of communication, and the part of them that computation waits for."""
+    trace: Trace,
+    gpu: GPU,
+    speeds: Speeds,
+    parallelism: Parallelism,
+    config: TrainConfig,
+    clocks: Clocks,
+    links: Links,
+    slower: float,
+) -> Traffic:
+    """Communication between GPUs over links that take `slower` times as long."""
     if parallelism.world_size == 1:
-        return 0.0, 0.0
-    remote = (parallelism.world_size - 1) / parallelism.world_size
-    if parallelism.strategy == "ddp":
-        nbytes, overlapping = 2 * trace.gradients, clocks.backward
-    else:
-        once = sum(unit.gathered(config.precision != "no") for unit in trace.units)
-        gathered = 2 * once if config.parallel.reshard_after_forward else once
-        nbytes, overlapping = gathered + 4 * trace.trained, clocks.gpu_seconds
-    seconds = remote * nbytes / link
-    return seconds, max(0.0, seconds - HIDDEN * overlapping)
+        return NO_TRAFFIC
+    if parallelism.strategy != "ddp":
+        seconds = slower * _sharded_seconds(trace, parallelism, config, links)
+        return Traffic(seconds, max(0.0, seconds - HIDDEN * clocks.gpu_seconds))
+    buckets, backward = _sent(trace, gpu, speeds, config.policy.type, clocks)
+    # the graphs of all passes of a step are the same, and gloo is not part of a graph: the exchange follows them
+    if clocks.graph and (trace.accumulation > 1 or exchanges_over_gloo(config)):
+        buckets = [bucket._replace(ready=backward) for bucket in buckets]
+    return traffic(buckets, backward, lambda nbytes: slower * links.all_reduce(nbytes))
+
+
+def _sharded_seconds(trace: Trace, parallelism: Parallelism, config: TrainConfig, links: Links) -> float:
+    """Gathering weights and summing gradients. HSDP does it within groups, and sums gradients between them."""
+    once = sum(unit.gathered(config.precision != "no") for unit in trace.units)
+    gathered = 2 * once if config.parallel.reshard_after_forward else once
+    gradients = 4 * trace.trained
+    if parallelism.shards < parallelism.world_size and parallelism.shards <= links.gpus:
+        return links.within_nodes().gather(gathered + gradients) + links.between_nodes().all_reduce(gradients)
+    return links.gather(gathered + gradients)
+
+
+def _sent(trace: Trace, gpu: GPU, speeds: Speeds, policy: str, clocks: Clocks) -> tuple[list[Sent], float]:
+    """When each bucket is full, on the slower of the two clocks."""
+    if clocks.host_bound:
+        return sent(trace, lambda op: speeds.launch_s(op, policy))
+    gap = speeds.gap if clocks.graph else 0.0
+
+    def on_gpu(op: Op) -> float:
+        return 0.0 if op.kind == "view" else speeds.times(op) * limit(op, gpu) + gap * op.kernels
+
+    return sent(trace, on_gpu)
 
 
 def _spread(calibration: Speeds | None, clocks: Clocks) -> float:

@@ -8,6 +8,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal, NamedTuple
 
+import torch
+
 from flexor.plan.trace.cuda_on_meta import SyncPoint
 from flexor.plan.trace.ops import Op
 
@@ -48,6 +50,18 @@ def unfreed(events: Iterable[Event]) -> list[int]:
     return list(storages)
 
 
+class ReadyGradient(NamedTuple):
+    """A parameter's gradient when the last backward pass of a step has computed it."""
+
+    op: int
+    """The last operation before it is ready."""
+    nbytes: int
+    """In the type of the weights, in which it is exchanged."""
+    dtype: torch.dtype
+    storage: int | None
+    """That holds it, perhaps in a lower precision; None if its memory is not tracked."""
+
+
 @dataclass
 class StepEvents:
     """The events of one optimizer step: `start` to `loaded` copies its batches to the GPU, the rest computes."""
@@ -58,6 +72,8 @@ class StepEvents:
     end: int = 0
     graph_key: Hashable | None = "step"
     """Steps with the same key can be replayed as one CUDA graph; None: they can't."""
+    ready: tuple[ReadyGradient, ...] = ()
+    """The gradients of its last backward pass, in the order in which they become ready."""
 
 
 class UnitSize(NamedTuple):
@@ -118,6 +134,8 @@ class Trace:
     attention: dict[tuple, str] = field(default_factory=dict)
     sync_points: list[SyncPoint] = field(default_factory=list)
     """Where a step waits for the GPU. Values that it read were assumed to be zero."""
+    kept_by_graph: frozenset[int] = frozenset()
+    """Storages that a captured step does not free."""
 
     @property
     def waits(self) -> tuple[str, ...]:

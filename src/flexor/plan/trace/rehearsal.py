@@ -20,7 +20,7 @@ from flexor.data.loader.to_gpu import Staged
 from flexor.data.video.planes import PlaneFormat
 from flexor.monitor.meters import Meters
 from flexor.plan.trace.eight_bit import AdamW8bitOnMeta
-from flexor.plan.trace.events import Category, Event, SavedWeights, StepEvents, UnitSize
+from flexor.plan.trace.events import Category, Event, ReadyGradient, SavedWeights, StepEvents, UnitSize
 from flexor.plan.trace.ops import Phase
 from flexor.plan.trace.shortcuts import without_initial_values
 from flexor.policies.adapter_files import adapter_tensors
@@ -56,6 +56,9 @@ class Watcher(Protocol):
 
     events: list[Event]
     phase: Phase
+    ready: list[ReadyGradient]
+
+    def gradient_ready(self, leaf: Tensor, dtype: torch.dtype) -> None: ...
 
     def name(self, tensors: Iterable[Tensor], category: Category) -> None: ...
 
@@ -75,9 +78,25 @@ class WatchedEngine(Engine):
 
     def backward(self, loss: Tensor) -> None:
         self.tracker.phase = "backward"
-        super().backward(loss)
+        with self._noting_gradients() if self.device == META else contextlib.nullcontext():
+            super().backward(loss)
         self.tracker.name(self.gradients(), "gradients")
         self.tracker.phase = "batch"  # of the next pass
+
+    @contextlib.contextmanager
+    def _noting_gradients(self) -> Iterator[None]:
+        """Note when each gradient of this pass is ready."""
+        self.tracker.ready.clear()
+        ready, hooks = self.tracker.gradient_ready, []
+        for weight in filter(lambda weight: weight.requires_grad, self.policy.parameters()):
+            leaf, note = (
+                self.copies.of(weight) if self.copies else weight,
+                functools.partial(ready, dtype=weight.dtype),
+            )
+            hooks.append(leaf.register_post_accumulate_grad_hook(note))
+        yield
+        for hook in hooks:
+            hook.remove()
 
     def clip_grad_norm(self, optimizer: torch.optim.Optimizer, limit: float) -> Tensor:
         self.tracker.phase = "clip"
@@ -163,7 +182,7 @@ class Rehearsal:
         tracker.phase = "batch"
         self.state.step = number
         self.run_step(self.batches[: self.passes], self.meters)
-        step.graph_key = self.policy.graph_key()
+        step.graph_key, step.ready = self.policy.graph_key(), tuple(tracker.ready)
         if self.device == META:
             self.batches = []
         step.end = len(tracker.events)

@@ -23,7 +23,7 @@ from flexor.config.for_gpu import settle_for_gpu
 from flexor.config.schema import TrainConfig
 from flexor.core.errors import ConfigError, FlexorError
 from flexor.plan.trace.cuda_on_meta import Card, CudaOnMeta
-from flexor.plan.trace.events import Category, Event, EventKind, Trace
+from flexor.plan.trace.events import Category, Event, EventKind, ReadyGradient, Trace
 from flexor.plan.trace.layouts import with_layout
 from flexor.plan.trace.ops import OVER_ROWS, Op, Phase, describe, is_view, operator_name, tensors_in
 from flexor.plan.trace.shortcuts import CachedResults, without_compiler
@@ -53,6 +53,7 @@ class OperationTracker(TorchDispatchMode):
         self.events: list[Event] = []
         self.ops: list[Op] = []
         self.category: dict[int, Category] = {}
+        self.ready: list[ReadyGradient] = []
         self.phase: Phase = "build"
         self.module = ""
         self._ids: dict[int, int] = {}  # storage -> its number, until it is freed
@@ -145,6 +146,12 @@ class OperationTracker(TorchDispatchMode):
             number = self.number(tensor)
             if number is not None:
                 self.category[number] = category
+
+    def gradient_ready(self, leaf: Tensor, dtype: torch.dtype) -> None:
+        """The backward pass has computed a gradient. `dtype`: of the weight."""
+        assert leaf.grad is not None
+        nbytes, storage = leaf.numel() * dtype.itemsize, self.number(leaf.grad)
+        self.ready.append(ReadyGradient(len(self.ops) - 1, nbytes, dtype, storage))
 
     def _cublas_workspace(self) -> None:
         """cuBLAS allocates a workspace at the first matrix product of each of the two threads, and keeps it."""
