@@ -83,4 +83,4 @@ def plan_memory(
     )
     batch_size = batch_size or split_batch(config, world_size).batch_size
     accumulation = planner.accumulation(batch_size)
-    return planner.plan(trace_step(planner.config, batch_size, gpu, accumulation, world_size))
+    return planner.plan(trace_step(planner.config, batch_size, gpu, accumulation))

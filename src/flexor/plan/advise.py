@@ -253,7 +253,7 @@ def keeps_too_much(
     planner = MemoryPlanner(
         changed, site.gpu, world_size=site.world_size, local_world_size=site.gpus, traces=traces
     )
-    trace = traces.at(plan.split.batch_size, plan.split.accumulation, site.gpu, world_size=site.world_size)
+    trace = traces.at(plan.split.batch_size, plan.split.accumulation, site.gpu)
     return not names - SAME_STATE and planner.never_fits(trace)
 
 

@@ -112,7 +112,7 @@ class Ranking:
 
     def _trace(self, split: Split, site: Site) -> Trace:
         passes = (split.batch_size, split.accumulation)
-        return self.traces.at(*passes, site.gpu, world_size=site.world_size, exact=False)
+        return self.traces.at(*passes, site.gpu, exact=False)
 
     def _splits(self, count: int) -> Iterator[Split]:
         """Ways to split the global batch, the largest passes first."""

@@ -1,43 +1,48 @@
-"""The buckets in which GPUs exchange gradients: which gradients are in each, and when in a backward pass it is full."""
+"""The buckets in which GPUs exchange gradients, as `train.engine.exchange` fills them."""
 
 from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable
-from typing import NamedTuple
+from dataclasses import dataclass
 
 import torch
 
 from flexor.plan.trace.events import ReadyGradient
+from flexor.train.engine.exchange import ALIGNED, BUCKET_BYTES
 
-BUCKET = 25 << 20  # bytes; a larger gradient is a bucket of its own
 
-
-class Bucket(NamedTuple):
-    """Gradients of one type that are exchanged together."""
+@dataclass(frozen=True)
+class PlannedBucket:
+    """Gradients that are exchanged together."""
 
     op: int
-    """The operation after which it is full."""
+    """The operation after which it and all buckets before it are full."""
     gradients: tuple[ReadyGradient, ...]
 
     @property
     def nbytes(self) -> int:
-        return sum(gradient.nbytes for gradient in self.gradients)
+        return sum(-(-gradient.exchanged_nbytes // ALIGNED) * ALIGNED for gradient in self.gradients)
+
+    @property
+    def in_place(self) -> bool:
+        """Whether its gradient is exchanged where it is, without a copy."""
+        return len(self.gradients) == 1 and self.gradients[0].can_stay
 
 
-def fill_buckets(ready: Iterable[ReadyGradient], limit: int = BUCKET) -> list[Bucket]:
-    """The buckets of gradients in the order in which they become ready; the bucket that is full first comes first."""
+def fill_buckets(ready: Iterable[ReadyGradient], limit: int = BUCKET_BYTES) -> list[PlannedBucket]:
+    """The buckets of gradients that become ready in this order, in the order in which they are exchanged."""
     filling: dict[torch.dtype, list[ReadyGradient]] = defaultdict(list)
-    full: list[Bucket] = []
-
-    def close(dtype: torch.dtype) -> None:
-        if gradients := filling.pop(dtype, None):
-            full.append(Bucket(gradients[-1].op, tuple(gradients)))
-
+    groups: list[list[ReadyGradient]] = []
     for gradient in ready:
-        if sum(each.nbytes for each in filling[gradient.dtype]) + gradient.nbytes > limit:
-            close(gradient.dtype)
-        filling[gradient.dtype].append(gradient)
-    for dtype in [*filling]:
-        close(dtype)
-    return sorted(full, key=lambda bucket: bucket.op)
+        group = filling[gradient.exchanged_dtype]
+        if group and sum(each.exchanged_nbytes for each in group) + gradient.exchanged_nbytes > limit:
+            groups.append(group)
+            group = filling[gradient.exchanged_dtype] = []
+        group.append(gradient)
+    groups += filling.values()
+    buckets, op = [], -1
+    for group in groups:
+        op = max(op, *(gradient.op for gradient in group))
+        buckets.append(PlannedBucket(op, tuple(group)))
+    return buckets

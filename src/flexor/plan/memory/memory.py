@@ -19,7 +19,7 @@ from flexor.config.for_gpu import settle_for_gpu
 from flexor.config.schema import TrainConfig
 from flexor.plan.memory.allocator import MIB, OutOfMemory, Peak, replay
 from flexor.plan.memory.bound import LeastMemory, least_memory
-from flexor.plan.memory.buckets import Bucket, fill_buckets
+from flexor.plan.memory.buckets import PlannedBucket, fill_buckets
 from flexor.plan.trace.cuda_on_meta import Card
 from flexor.plan.trace.events import Category, Event, StepEvents, Trace
 from flexor.plan.trace.traces import Traces
@@ -117,7 +117,7 @@ class MemoryPlanner:
     def trace(self, batch_size: int, accumulation: int | None = None, *, costs: bool = True) -> Trace:
         """The trace of a step with this many samples per pass, in one of the run's processes."""
         accumulation = accumulation or self.accumulation(batch_size)
-        return self.traces.at(batch_size, accumulation, self.gpu, world_size=self.world_size, costs=costs)
+        return self.traces.at(batch_size, accumulation, self.gpu, costs=costs)
 
     def accumulation(self, batch_size: int) -> int:
         return split_batch(replace(self.config, batch_size=batch_size), self.world_size).accumulation
@@ -278,48 +278,45 @@ def _with_buckets(trace: Trace, kept_by_graph: bool) -> Trace:
     `kept_by_graph`: the exchange is outside of the graph, so a graph's buckets stay where they are.
     """
     category: dict[int, Category] = dict(trace.category)
-    buckets: set[int] = set()
-
-    numbers = count(max(category) + 1)
+    numbers, exchanged = count(max(category) + 1), set[int]()
 
     def change(events: list[Event], step: StepEvents | None) -> list[Event]:
         if step is None:
             return events
-        full = {next(numbers): bucket for bucket in fill_buckets(step.ready)}
-        buckets.update(full)
-        category.update(dict.fromkeys(full, "gradients"))
-        return _packed(events, full)
+        buckets = fill_buckets(step.ready)
+        copied = {next(numbers): bucket for bucket in buckets if not bucket.in_place}
+        category.update(dict.fromkeys(copied, "gradients"))
+        exchanged.update(copied)
+        in_place = (bucket.gradients[0].storage for bucket in buckets if bucket.in_place)
+        exchanged.update(storage for storage in in_place if storage is not None)
+        return _packed(events, copied)
 
     packed = _rewritten(trace, [], change, category)
-    return replace(packed, kept_by_graph=frozenset(buckets)) if kept_by_graph else packed
+    return replace(packed, kept_by_graph=frozenset(exchanged)) if kept_by_graph else packed
 
 
-def _packed(events: list[Event], buckets: dict[int, Bucket]) -> list[Event]:
-    """The events of a step with these buckets. The storages of gradients may each hold several of them."""
+def _packed(events: list[Event], buckets: dict[int, PlannedBucket]) -> list[Event]:
+    """The events of a step with these buckets, by the number of their storage."""
     full = [*buckets.items()]
-    of_storage: dict[int | None, set[int]] = defaultdict(set)  # buckets that are not yet full
-    alive = {
-        number: {g.storage for g in bucket.gradients} for number, bucket in full
-    }  # until the trace frees it
-    for number, storages in alive.items():
+    # Storages that the trace has not freed yet, by bucket. A storage may hold gradients of several buckets.
+    unfreed_in = {number: {gradient.storage for gradient in bucket.gradients} for number, bucket in full}
+    packed_into: dict[int | None, list[int]] = defaultdict(list)
+    for number, storages in unfreed_in.items():
         for storage in storages:
-            of_storage[storage].add(number)
-    packed_into = {storage: sorted(numbers) for storage, numbers in of_storage.items()}
+            packed_into[storage].append(number)
     out: list[Event] = []
     for event in events:
         while full and event.op > full[0][1].op:
             number, bucket = full.pop(0)
             out.append(Event("alloc", number, bucket.nbytes, bucket.op))
-            for storage in alive[number]:
-                of_storage[storage].discard(number)
-                if storage is not None and not of_storage[storage]:
-                    out.append(Event("free", storage, 0, bucket.op))
+            last = (s for s in unfreed_in[number] if s is not None and packed_into[s][-1] == number)
+            out += [Event("free", storage, 0, bucket.op) for storage in last]
         if event.kind != "free" or event.storage not in packed_into:
             out.append(event)
             continue
         for number in packed_into[event.storage]:
-            alive[number].discard(event.storage)
-            if not alive[number]:
+            unfreed_in[number].discard(event.storage)
+            if not unfreed_in[number]:
                 out.append(event._replace(storage=number))
     return out
 

@@ -59,9 +59,7 @@ def batch_plot(study: Comparison) -> str:
     planner = MemoryPlanner(plan.config, plan.site.gpu, world_size=plan.site.world_size, traces=study.traces)
     points = []
     for size in sizes:
-        trace = planner.traces.at(
-            size, plan.split.accumulation, plan.site.gpu, world_size=plan.site.world_size, exact=False
-        )
+        trace = planner.traces.at(size, plan.split.accumulation, plan.site.gpu, exact=False)
         parallelism, links = plan.memory.parallelism, plan.site.links
         step = step_time(trace, plan.site.gpu, config=plan.config, parallelism=parallelism, links=links)
         points.append((math.log2(size), step.seconds * 1e3))

@@ -14,7 +14,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
 from typing import NamedTuple
 
-from flexor.plan.memory.buckets import Bucket, fill_buckets
+from flexor.plan.memory.buckets import PlannedBucket, fill_buckets
 from flexor.plan.trace.events import Trace
 from flexor.plan.trace.ops import HOST_PER_TENSOR, TENSORS_PER_KERNEL, Op
 
@@ -57,15 +57,17 @@ def traffic(buckets: Iterable[Sent], backward: float, seconds: Callable[[float],
 
 
 @functools.lru_cache(maxsize=8)
-def packing(trace: Trace) -> tuple[tuple[Bucket, Op], ...]:
-    """The buckets of a step, each with the operation that copies gradients into it."""
+def packing(trace: Trace) -> tuple[tuple[PlannedBucket, Op], ...]:
+    """The buckets of a step, each with the operation that copies gradients into it, if any have to be copied."""
     return tuple((bucket, _copy(bucket)) for bucket in fill_buckets(trace.steps[-1].ready))
 
 
-def _copy(bucket: Bucket) -> Op:
-    tensors = len(bucket.gradients)
-    op = Op(COPY, "memory", "backward", 0, bucket.nbytes, bucket.nbytes, bucket.gradients[0].dtype)
+def _copy(bucket: PlannedBucket) -> Op:
+    tensors, read = len(bucket.gradients), sum(gradient.nbytes for gradient in bucket.gradients)
+    op = Op(COPY, "memory", "backward", 0, read, bucket.nbytes, bucket.gradients[0].dtype)
     op.kernels = -(-tensors // TENSORS_PER_KERNEL)
+    if bucket.in_place:
+        op.kind, op.read, op.written, op.kernels = "view", 0, 0, 0
     op.host = max(2.0, HOST_PER_TENSOR * tensors) + HOST_OF_HOOK * tensors + HOST_OF_SUM
     return op
 
@@ -82,7 +84,7 @@ def last_backward(trace: Trace) -> Iterator[tuple[int, Op]]:
 
 def sent(trace: Trace, seconds: Callable[[Op], float]) -> tuple[list[Sent], float]:
     """When each bucket of a step is full, and how long its last backward pass takes; `seconds` of each operation."""
-    copies: dict[int, list[tuple[Bucket, Op]]] = defaultdict(list)
+    copies: dict[int, list[tuple[PlannedBucket, Op]]] = defaultdict(list)
     for bucket, op in packing(trace):
         copies[bucket.op].append((bucket, op))
     now, full = 0.0, []

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any, Self
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from flexor.config.for_gpu import settle_for_gpu
 from flexor.config.schema import TrainConfig
@@ -49,7 +49,7 @@ class Stopwatch:
     def name(self, tensors: Iterable[Tensor], category: Category) -> None:
         """Does nothing: memory is measured by the allocator."""
 
-    def gradient_ready(self, leaf: Tensor, dtype: torch.dtype) -> None:
+    def gradient_ready(self, weight: nn.Parameter, leaf: Tensor) -> None:
         """Does nothing: only traces note it."""
 
 

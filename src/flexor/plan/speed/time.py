@@ -201,7 +201,7 @@ def _play(
             if op.kind == "memory" and op.phase in ("forward", "backward"):
                 fusible += seconds
     if packed:
-        kinds[PACKING] = sum(times * limit(op, gpu) for op, _, times in packed)
+        kinds[PACKING] = sum(times * limit(op, gpu) for op, _, times in packed if op.kind != "view")
         kinds["memory"] -= kinds[PACKING]
         fusible -= kinds[PACKING]
     loading, gaps = work.pop("load", 0.0), kernels * speeds.gap

@@ -56,10 +56,14 @@ class ReadyGradient(NamedTuple):
     op: int
     """The last operation before it is ready."""
     nbytes: int
-    """In the type of the weights, in which it is exchanged."""
     dtype: torch.dtype
+    exchanged_nbytes: int
+    """In the type of the weights, in which it is exchanged."""
+    exchanged_dtype: torch.dtype
+    can_stay: bool
+    """If it is a bucket of its own, it can be exchanged where it is."""
     storage: int | None
-    """That holds it, perhaps in a lower precision; None if its memory is not tracked."""
+    """None if its memory is not tracked."""
 
 
 @dataclass

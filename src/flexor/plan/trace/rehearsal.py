@@ -10,7 +10,7 @@ from typing import Any, Protocol
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from flexor.config.optimizer import resolve_optimizer, resolve_scheduler
 from flexor.config.schedules import build_scheduler
@@ -58,7 +58,7 @@ class Watcher(Protocol):
     phase: Phase
     ready: list[ReadyGradient]
 
-    def gradient_ready(self, leaf: Tensor, dtype: torch.dtype) -> None: ...
+    def gradient_ready(self, weight: nn.Parameter, leaf: Tensor) -> None: ...
 
     def name(self, tensors: Iterable[Tensor], category: Category) -> None: ...
 
@@ -87,13 +87,10 @@ class WatchedEngine(Engine):
     def _noting_gradients(self) -> Iterator[None]:
         """Note when each gradient of this pass is ready."""
         self.tracker.ready.clear()
-        ready, hooks = self.tracker.gradient_ready, []
+        hooks = []
         for weight in filter(lambda weight: weight.requires_grad, self.policy.parameters()):
-            leaf, note = (
-                self.copies.of(weight) if self.copies else weight,
-                functools.partial(ready, dtype=weight.dtype),
-            )
-            hooks.append(leaf.register_post_accumulate_grad_hook(note))
+            note = functools.partial(self.tracker.gradient_ready, weight)
+            hooks.append(self._leaf_of(weight).register_post_accumulate_grad_hook(note))
         yield
         for hook in hooks:
             hook.remove()

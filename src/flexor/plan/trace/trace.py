@@ -31,6 +31,7 @@ from flexor.plan.trace.workspaces import cublas_workspace, scratch
 from flexor.policies import POLICIES, policy_class
 from flexor.policies.base import PolicyConfig
 from flexor.policies.external import described
+from flexor.train.engine.exchange import can_stay
 
 aten = torch.ops.aten
 
@@ -147,11 +148,20 @@ class OperationTracker(TorchDispatchMode):
             if number is not None:
                 self.category[number] = category
 
-    def gradient_ready(self, leaf: Tensor, dtype: torch.dtype) -> None:
-        """The backward pass has computed a gradient. `dtype`: of the weight."""
-        assert leaf.grad is not None
-        nbytes, storage = leaf.numel() * dtype.itemsize, self.number(leaf.grad)
-        self.ready.append(ReadyGradient(len(self.ops) - 1, nbytes, dtype, storage))
+    def gradient_ready(self, weight: nn.Parameter, leaf: Tensor) -> None:
+        """The backward pass has computed the gradient of a weight, or of the copy that it computes with."""
+        gradient = leaf.grad
+        assert gradient is not None
+        ready = ReadyGradient(
+            len(self.ops) - 1,
+            gradient.nbytes,
+            gradient.dtype,
+            weight.nbytes,
+            weight.dtype,
+            can_stay(gradient, weight),
+            self.number(gradient),
+        )
+        self.ready.append(ready)
 
     def _cublas_workspace(self) -> None:
         """cuBLAS allocates a workspace at the first matrix product of each of the two threads, and keeps it."""
@@ -268,13 +278,11 @@ def _explained(kind: str) -> Iterator[None]:
 
 
 @without_compiler()
-def trace_step(
-    config: TrainConfig, batch_size: int, gpu: Card, accumulation: int | None = None, world_size: int = 1
-) -> Trace:
+def trace_step(config: TrainConfig, batch_size: int, gpu: Card, accumulation: int | None = None) -> Trace:
     """Trace one optimizer step of a run on a GPU, with this many samples in each forward pass.
 
     The policy's features must be filled in, as `policies.fit.fit_to_dataset` does. `accumulation`: forward passes per
-    step (default: from the settings). `world_size`: processes of the run. What they exchange is not in the trace.
+    step (default: from the settings). What several processes exchange is not in it.
     """
     from flexor.plan.trace.rehearsal import Rehearsal
 

@@ -40,7 +40,7 @@ class Traces:
 
     def __init__(self, config: TrainConfig, scalable: bool = True):
         self.config, self.scalable = config, scalable
-        self._settled: dict[tuple[str, bool | None, bool], _SettledTraces] = {}
+        self._settled: dict[tuple[str, bool | None], _SettledTraces] = {}
 
     def at(
         self,
@@ -48,7 +48,6 @@ class Traces:
         accumulation: int,
         gpu: Card,
         *,
-        world_size: int = 1,
         costs: bool = True,
         exact: bool = True,
     ) -> Trace:
@@ -58,12 +57,9 @@ class Traces:
         sample is extrapolated from others too, and all GPUs with any kind of fused attention share traces.
         """
         config = settle_for_gpu(self.config, gpu.compute_capability)
-        like_single = (
-            world_size == 1 or not config.policy.computes_with_bf16_copies
-        )  # only one process alone does
-        key = (config.precision, config.channels_last, like_single)
+        key = (config.precision, config.channels_last)
         if key not in self._settled:
-            self._settled[key] = _SettledTraces(config, self.scalable, world_size)
+            self._settled[key] = _SettledTraces(config, self.scalable)
         return self._settled[key].at(batch_size, accumulation, gpu, costs=costs, exact=exact)
 
     @property
@@ -75,8 +71,8 @@ class Traces:
 class _SettledTraces:
     """Traces of settings that do not depend on the GPU."""
 
-    def __init__(self, config: TrainConfig, scalable: bool, world_size: int):
-        self.config, self.world_size = config, world_size
+    def __init__(self, config: TrainConfig, scalable: bool):
+        self.config = config
         self._made: dict[tuple[int, int, Capability], Trace] = {}
         self._scaled: dict[tuple[int, int, Capability], Trace] = {}
         self.scalable = scalable and config.policy.same_operations
@@ -110,7 +106,7 @@ class _SettledTraces:
         key = (batch_size, accumulation, capability)
         if key not in self._made:
             gpu = RepresentativeGPU(capability)
-            self._made[key] = trace_step(self.config, batch_size, gpu, accumulation, self.world_size)
+            self._made[key] = trace_step(self.config, batch_size, gpu, accumulation)
         return self._made[key]
 
     def _representative(self, capability: Capability, exact: bool) -> Capability:

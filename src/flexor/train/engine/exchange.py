@@ -54,7 +54,7 @@ class Bucket:
     def fill(self, gradients: list[Tensor | None]) -> None:
         """Copy the gradients, zeros for those that there are none of. The parameters' gradients become views of it."""
         first, parameter = gradients[0], self.parameters[0]
-        if len(gradients) == 1 and first is not None and _can_stay(first, parameter):
+        if len(gradients) == 1 and first is not None and can_stay(first, parameter):
             self.values, parameter.grad = first.as_strided((first.numel(),), (1,)), first
             return
         self.values = torch.empty(self.size, dtype=parameter.dtype, device=parameter.device)
@@ -265,7 +265,7 @@ def _is_dense(tensor: Tensor) -> bool:
     return extent == tensor.numel()
 
 
-def _can_stay(gradient: Tensor, parameter: nn.Parameter) -> bool:
+def can_stay(gradient: Tensor, parameter: nn.Parameter) -> bool:
     """Whether a gradient can be exchanged where it is, as a bucket of its own."""
     return (
         gradient.dtype == parameter.dtype and gradient.stride() == parameter.stride() and _is_dense(gradient)
