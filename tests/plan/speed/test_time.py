@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import json
 from dataclasses import asdict, replace
+from typing import Any
 
 import pytest
 import torch
 
+from flexor.config.schema import ParallelConfig
 from flexor.plan.data.imagined_robot import Robot
 from flexor.plan.memory.memory import Parallelism
 from flexor.plan.site.hardware import GPU, load_hardware
+from flexor.plan.site.links import Interconnect, Links
 from flexor.plan.speed import calibrate
 from flexor.plan.speed.calibrate import merged, per_operation
+from flexor.plan.speed.exchange import packing
 from flexor.plan.speed.speeds import (
     GAP,
     KERNEL,
@@ -26,7 +30,7 @@ from flexor.plan.speed.speeds import (
     sample_of,
     save,
 )
-from flexor.plan.speed.time import step_time, steps_ops
+from flexor.plan.speed.time import PACKING, step_time, steps_ops
 from flexor.plan.trace.events import Trace
 from flexor.plan.trace.ops import Op
 from flexor.plan.trace.trace import trace_step
@@ -212,18 +216,57 @@ def test_of_a_policy_with_phases_the_last_one_counts(h200: GPU) -> None:
     assert "convolution" in names  # the first phase does not look at pictures
 
 
+WIDE = {"dim_model": 512, "dim_feedforward": 3200, "n_heads": 8}  # gradients of several buckets
+
+
+def links(bandwidth: float, gpus: int = 8) -> Links:
+    """Of eight GPUs, without latency or losses."""
+    wire = Interconnect("wire", share=1.0, latency=0.0, bandwidth=bandwidth)
+    return Links(gpus, 1, wire, wire)
+
+
 @pytest.mark.parametrize("strategy", ("ddp", "fsdp"))
 def test_traffic_hides_behind_computing_as_far_as_it_can(trace: Trace, h200: GPU, strategy: str) -> None:
     config = settings("act")
     parts = 8 if strategy == "fsdp" else 1
-    parallelism = Parallelism(strategy, 8, parts)
-    fast = step_time(trace, h200, config=config, parallelism=parallelism, speeds=speeds(), link=1e15)
-    slow = step_time(trace, h200, config=config, parallelism=parallelism, speeds=speeds(), link=1e9)
+    options: dict[str, Any] = {
+        "config": config,
+        "parallelism": Parallelism(strategy, 8, parts),
+        "speeds": speeds(),
+    }
+    fast = step_time(trace, h200, **options, links=links(1e18))
+    slow = step_time(trace, h200, **options, links=links(0.75e9))
     alone = step_time(trace, h200, config=config, speeds=speeds())
-    assert fast.exposed == 0 and fast.seconds == alone.seconds
-    assert slow.bound == "network" and slow.seconds == pytest.approx(alone.seconds + slow.exposed)
-    moved = 7 / 8 * (2 * 4 * trace.trained if strategy == "ddp" else 8 * trace.parameters + 4 * trace.trained)
+    copies = fast.gpu.get(PACKING, 0.0)
+    assert fast.exposed == pytest.approx(0, abs=1e-9)
+    assert fast.seconds == pytest.approx(alone.seconds + copies) and (copies > 0) == (strategy == "ddp")
+    assert slow.bound == "network" and slow.seconds == pytest.approx(alone.seconds + copies + slow.exposed)
+    buckets = sum(bucket.nbytes for bucket, _ in packing(trace))
+    assert 4 * trace.trained <= buckets <= 1.01 * 4 * trace.trained
+    moved = 7 / 8 * (2 * buckets if strategy == "ddp" else 8 * trace.parameters + 4 * trace.trained)
     assert slow.communication == pytest.approx(moved / 0.75e9)
+    assert slow.spread > fast.spread == pytest.approx(alone.spread)
+
+
+def test_passes_of_a_graph_exchange_after_the_last(h200: GPU) -> None:
+    """So does gloo, which is not part of a graph; eager passes overlap with the exchange over either."""
+    times: dict[tuple[str, int, str], float] = {}
+    for step in ("auto", "eager"):
+        for passes, backend in ((1, "nccl"), (2, "nccl"), (1, "gloo")):
+            parallel = ParallelConfig(strategy="ddp", backend=backend)  # type: ignore[arg-type]
+            more = {"gradient_accumulation_steps": passes, "parallel": parallel}
+            config = settings("act", step=step, policy=WIDE, **more)
+            traced, ddp = trace_step(config, 2, h200), Parallelism("ddp", 2)
+            made = step_time(
+                traced, h200, config=config, parallelism=ddp, speeds=speeds(), links=links(1e9, 2)
+            )
+            assert made.graph == (step == "auto") and made.communication > 0
+            times[step, passes, backend] = made.exposed / made.communication
+    assert (
+        times["auto", 1, "nccl"] < 1
+        and times["auto", 2, "nccl"] == pytest.approx(1) == times["auto", 1, "gloo"]
+    )
+    assert all(share < 1 for (step, *_), share in times.items() if step == "eager")
 
 
 def test_every_gpu_of_the_database_has_a_time(trace: Trace) -> None:

@@ -78,7 +78,8 @@ class WatchedEngine(Engine):
 
     def backward(self, loss: Tensor) -> None:
         self.tracker.phase = "backward"
-        with self._noting_gradients() if self.device == META else contextlib.nullcontext():
+        noting = self.device == META and self.exchange is None
+        with self._noting_gradients() if noting else contextlib.nullcontext():
             super().backward(loss)
         self.tracker.name(self.gradients(), "gradients")
         self.tracker.phase = "batch"  # of the next pass
