@@ -1,9 +1,12 @@
-"""The README and docs/vla.md have the figures of the files in `benchmarks/results`."""
+"""The README and pages of docs/ have the figures of the files in `benchmarks/results`."""
 
 import json
 import re
 from pathlib import Path
 
+import pytest
+
+import many_gpus
 import vla_table
 
 ROOT = Path(__file__).parents[1]
@@ -59,3 +62,17 @@ def test_large_models():
         if row["measured_ms"]
     )
     assert far < 0.0003
+
+
+def test_many_gpus():
+    """The page has the tables of the file, and the planner still plans what is in it."""
+    results = json.loads(newest("many_gpus*.json"))
+    assert many_gpus.tables(results) in (ROOT / "docs/multi_gpu.md").read_text()
+    act = many_gpus.POLICIES[0]
+    written = [case for case in results["cases"] if case["policy"] == act.name]
+    for again, case in zip(many_gpus.cases(act), written, strict=True):
+        assert again["machine"] == case["machine"] and again["links"] == case["links"]
+        assert again["step_ms"] == pytest.approx(case["step_ms"], rel=0.01), (
+            "run benchmarks/many_gpus.py again"
+        )
+    assert all(case["graph"] for case in results["cases"])

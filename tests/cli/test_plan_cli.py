@@ -223,6 +223,37 @@ def test_help_needs_no_torch():
     subprocess.run([sys.executable, "-c", code], check=True)
 
 
+SEVERAL = ["--policy.chunk_size=100", "--batch_size=16", "--gpu=4090", "--gpus=4"]
+
+
+def test_what_several_gpus_gain_is_said(capsys):
+    assert cli.main(["plan", *JOB, *SEVERAL]) == 0
+    out = capsys.readouterr().out
+    assert "communication between GPUs" in out and "communication that is not overlapped" in out
+    assert re.search(
+        r"Each of the 4 GPUs does \d+% of the work of one GPU alone \(\d+\.\d ms per step\)", out
+    )
+    assert "They communicate over PCIe (31.504 GB/s) in a node; " in out and "was not measured" in out
+    _, pcie = plan(*SEVERAL)
+    _, faster = plan(*SEVERAL, "--interconnect=200")
+    _, nodes = plan(*SEVERAL, "--nodes=2", "--network=ethernet:10")
+    _, one = plan(*SEVERAL[:-1], ONE_GPU)
+    time = pcie["time"]
+    assert time["graph"] and 0 < time["exposed_s"] <= time["communication_s"]
+    assert time["step_s"] == pytest.approx(time["exposed_s"] + sum(time["gpu_s"].values()))
+    assert time["gpu_s"]["copies into buckets"] > 0
+    assert time["efficiency"] == time["alone_s"] / time["step_s"] and time["alone_s"] == one["time"]["step_s"]
+    efficiencies = [result["time"]["efficiency"] for result in (nodes, pcie, faster, one)]
+    assert efficiencies == sorted(efficiencies) and efficiencies[0] < 0.5 and efficiencies[-1] == 1
+    assert nodes["time"]["links"] == "PCIe (31.504 GB/s) in a node, Ethernet (1.25 GB/s) between nodes"
+    assert one["time"]["links"] is None and one["time"]["communication_s"] == 0
+
+
+def test_a_link_that_the_gpu_does_not_have_is_refused(capsys):
+    assert cli.main(["plan", *JOB, *SEVERAL, "--interconnect=nvlink"]) != 0
+    assert "the RTX 4090 has no NVLink: use pcie" in capsys.readouterr().err
+
+
 def test_the_hardware_page_is_what_the_table_prints():
     """For one policy of all; the others take a minute."""
     page = (ROOT / "docs/hardware.md").read_text()

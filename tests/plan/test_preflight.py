@@ -118,7 +118,7 @@ def test_auto_keeps_the_global_batch_and_what_is_given(
 def test_auto_gives_each_rank_its_share_of_the_threads(
     dataset: Path, tiny_act: list[str], gpu: list[GPU], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(preflight, "usable_cores", lambda: 10_000)
+    monkeypatch.setattr(preflight, "usable_cores", lambda: 100_000)
     config, training = run_of(dataset, tiny_act, "--auto=true", "--batch_size=512")
     four = Processes(world_size=4, local_world_size=4)
     planner = preflight.RunPlanner(config, training, four)

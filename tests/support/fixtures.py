@@ -106,12 +106,12 @@ def shared_traces() -> Iterator[None]:
 
     trace, made = traces.trace_step, {}
 
-    def once(config: Any, batch_size: int, gpu: Any, accumulation: int, world_size: int) -> Any:
+    def once(config: Any, batch_size: int, gpu: Any, accumulation: int) -> Any:
         data = replace(config.dataset, root=None)
         settings = replace(config, dataset=data, batch_size=1, global_batch_size=None, scale_lr=None)
-        key = (repr(settings), batch_size, gpu.compute_capability, accumulation, world_size)
+        key = (repr(settings), batch_size, gpu.compute_capability, accumulation)
         if key not in made:
-            made[key] = trace(config, batch_size, gpu, accumulation, world_size)
+            made[key] = trace(config, batch_size, gpu, accumulation)
         return made[key]
 
     with pytest.MonkeyPatch.context() as patch:

@@ -16,7 +16,7 @@ from flexor.plan.site.hardware import GPU, load_hardware
 from flexor.plan.site.links import Interconnect, Links
 from flexor.plan.speed import calibrate
 from flexor.plan.speed.calibrate import merged, per_operation
-from flexor.plan.speed.exchange import packing
+from flexor.plan.speed.overlap import packing
 from flexor.plan.speed.speeds import (
     GAP,
     KERNEL,

@@ -20,6 +20,7 @@ from flexor.policies import POLICIES, policy_class
 
 BATCH, EPOCHS = 8, 5
 REFERENCE = "RTX 4090"  # its memory is shown; other GPUs differ in CUDA context and attention kernels
+SEVERAL = (("RTX 4090", 4), ("H200", 8))  # GPUs of one machine
 PRECISIONS: tuple[Literal["no", "bf16"], ...] = ("no", "bf16")
 
 HEAD = f"""# Hardware
@@ -32,6 +33,10 @@ your own run.
 """
 
 FOOT = f"""
+The last columns are for machines with several GPUs, connected by PCIe (RTX 4090) and by NVLink (H200): how much of the
+work of one GPU alone each of them does, with a batch of {BATCH} per GPU. The speed of these links was not measured:
+see [many GPUs](multi_gpu.md#speed-on-several-gpus).
+
 *Memory* is the peak memory on one {REFERENCE}. *To buy* is the card with the lowest price on which the run fits.
 *To rent* is the GPU with the lowest price for the whole run. *Fastest* is the single GPU with the shortest run; if
 several are equally fast, the cheapest of them. GPUs without bf16 and GPUs that share the host's memory are left out.
@@ -49,14 +54,17 @@ class Row:
     buy: Choice | None
     rent: Choice | None
     fast: Choice | None
+    several: list[float | None]
+    """Of each machine with several GPUs: the work of each, relative to one GPU alone; None if it does not fit."""
 
 
 def hardware_guide(hardware: Hardware, kinds: Iterable[str] = tuple(POLICIES)) -> str:
     """The page."""
     made = [row for kind in kinds for row in rows(kind, hardware)]
     lines = [
-        "| Policy | Cameras | Precision | Parameters | Memory, GB | To buy | To rent | Fastest |",
-        "| --- | --- | --- | --- | --- | --- | --- | --- |",
+        "| Policy | Cameras | Precision | Parameters | Memory, GB | To buy | To rent | Fastest | "
+        f"{' | '.join(f'{count} x {name}' for name, count in SEVERAL)} |",
+        f"| --- | --- | --- | --- | --- | --- | --- | --- {'| --- ' * len(SEVERAL)}|",
         *(_line(row, hardware) for row in made),
     ]
     return HEAD + "\n".join(lines) + "\n" + FOOT
@@ -83,7 +91,19 @@ def _row(kind: str, robot: Robot, config: TrainConfig, hardware: Hardware) -> Ro
     fitting = [c for c in ranking.choices(gpus, (1,)) if c.split and c.split.accumulation == 1]
     for_sale = [choice for choice in fitting if choice.gpu.name in hardware.purchases]
     bought = min(for_sale, key=lambda choice: hardware.purchases[choice.gpu.name].usd, default=None)
-    return Row(kind, robot, plan, bought, cheapest(fitting), fastest(fitting))
+
+    def efficiency(name: str, count: int) -> float | None:
+        sites = [site_of(hardware, hardware.find(name), gpus) for gpus in (1, count)]
+        alone, together = (
+            make_plan(config, data, site, hardware, traces=traces, speeds=speeds, search=False)
+            for site in sites
+        )
+        if not (alone.fits and together.fits):
+            return None
+        return alone.run_time.step.seconds / together.run_time.step.seconds
+
+    several = [efficiency(name, count) for name, count in SEVERAL]
+    return Row(kind, robot, plan, bought, cheapest(fitting), fastest(fitting), several)
 
 
 def _line(row: Row, hardware: Hardware) -> str:
@@ -101,6 +121,7 @@ def _line(row: Row, hardware: Hardware) -> str:
         buy,
         rent,
         f"{row.fast.gpu.name}: {_time(row.fast)}" if row.fast else "-",
+        *("-" if each is None else f"{each:.0%}" for each in row.several),
     ]
     return f"| {' | '.join(cells)} |"
 

@@ -2,7 +2,7 @@
 
 The host launches a step's operations ahead of the GPU. Over many steps, the slower of the two determines the step time.
 A CUDA graph launches all operations of a step at once: then the GPU determines it, with a small gap before each kernel.
-Communication between GPUs overlaps with the backward pass (DDP, see `exchange.py`) or with all GPU work (sharding) as
+Communication between GPUs overlaps with the backward pass (DDP, see `overlap.py`) or with all GPU work (sharding) as
 far as possible.
 """
 
@@ -19,7 +19,7 @@ from flexor.config.schema import TrainConfig
 from flexor.plan.memory.memory import Parallelism, exchanges_over_gloo, is_captured
 from flexor.plan.site.hardware import GPU
 from flexor.plan.site.links import Links, links_of
-from flexor.plan.speed.exchange import NO_TRAFFIC, Sent, Traffic, packing, sent, traffic
+from flexor.plan.speed.overlap import NO_TRAFFIC, Sent, Traffic, packing, sent, traffic
 from flexor.plan.speed.speeds import UNCALIBRATED_GPU, UNCALIBRATED_HOST, Speeds, assumed, limit, load
 from flexor.plan.trace.events import Trace
 from flexor.plan.trace.ops import Op
@@ -201,7 +201,7 @@ def _play(
             if op.kind == "memory" and op.phase in ("forward", "backward"):
                 fusible += seconds
     if packed:
-        kinds[PACKING] = sum(times * limit(op, gpu) for op, _, times in packed if op.kind != "view")
+        kinds[PACKING] = sum(times * limit(op, gpu) for op, _, times in packed)
         kinds["memory"] -= kinds[PACKING]
         fusible -= kinds[PACKING]
     loading, gaps = work.pop("load", 0.0), kernels * speeds.gap

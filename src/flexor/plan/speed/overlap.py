@@ -17,6 +17,7 @@ from typing import NamedTuple
 from flexor.plan.memory.buckets import PlannedBucket, fill_buckets
 from flexor.plan.trace.events import Trace
 from flexor.plan.trace.ops import HOST_PER_TENSOR, TENSORS_PER_KERNEL, Op
+from flexor.train.engine.exchange import LARGE
 
 COPY = "copy_"  # the operation whose measured speed that of a copy into a bucket is
 # Host time of an eager step, relative to a common operation: the hook of each gradient, and to start and await the sum
@@ -65,10 +66,15 @@ def packing(trace: Trace) -> tuple[tuple[PlannedBucket, Op], ...]:
 def _copy(bucket: PlannedBucket) -> Op:
     tensors, read = len(bucket.gradients), sum(gradient.nbytes for gradient in bucket.gradients)
     op = Op(COPY, "memory", "backward", 0, read, bucket.nbytes, bucket.gradients[0].dtype)
-    op.kernels = -(-tensors // TENSORS_PER_KERNEL)
+    large = sum(
+        gradient.exchanged_nbytes >= LARGE * gradient.exchanged_dtype.itemsize
+        for gradient in bucket.gradients
+    )
+    op.kernels = large - (large - tensors) // TENSORS_PER_KERNEL
+    op.host = large + max(2.0, HOST_PER_TENSOR * (tensors - large))
     if bucket.in_place:
-        op.kind, op.read, op.written, op.kernels = "view", 0, 0, 0
-    op.host = max(2.0, HOST_PER_TENSOR * tensors) + HOST_OF_HOOK * tensors + HOST_OF_SUM
+        op.read, op.written, op.kernels, op.host = 0, 0, 0, 0.0
+    op.host += HOST_OF_HOOK * tensors + HOST_OF_SUM
     return op
 
 

@@ -7,7 +7,7 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from flexor.plan.site.hardware import load_hardware
-from flexor.plan.speed.exchange import Sent, last_backward, packing, sent, traffic
+from flexor.plan.speed.overlap import Sent, last_backward, packing, sent, traffic
 from flexor.plan.speed.time import step_time
 from flexor.plan.trace.trace import trace_step
 from support.plans import settings
