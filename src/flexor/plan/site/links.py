@@ -1,7 +1,7 @@
 """How the GPUs of a run are connected, and how long they take to exchange tensors.
 
 Bandwidths are from data sheets. The share of them that an all-reduce of tens of megabytes reaches, and its latency, are
-from published results of NVIDIA's nccl-tests, which the constants name. None of them was measured for Flexor.
+from results of NVIDIA's nccl-tests that others published, which the constants name. None of them was measured for Flexor.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ GBIT = 1e9 / 8  # bytes
 #   InfiniBand  24 of 25 GB/s of a card with 200 Gbit/s (NVIDIA/nccl-tests#119); small all-reduces of 16 GPUs on two
 #               nodes take 46 us (NVIDIA/nccl#1244)
 #   Ethernet    over TCP at most 60 % of 32 Gbit/s (NVIDIA/nccl#209), 5.2 of 12.5 GB/s (NVIDIA/nccl#450)
+# The latencies of all but InfiniBand are assumed.
 NVLINK, PCIE = ("NVLink", 0.81, 30e-6), ("PCIe", 0.4, 40e-6)
 INFINIBAND, ETHERNET = ("InfiniBand", 0.9, 50e-6), ("Ethernet", 0.5, 100e-6)
 

@@ -67,7 +67,7 @@ def _copy(bucket: PlannedBucket) -> Op:
     tensors, read = len(bucket.gradients), sum(gradient.nbytes for gradient in bucket.gradients)
     op = Op(COPY, "memory", "backward", 0, read, bucket.nbytes, bucket.gradients[0].dtype)
     large = sum(
-        gradient.exchanged_nbytes >= LARGE * gradient.exchanged_dtype.itemsize
+        gradient.dtype != gradient.exchanged_dtype and gradient.numel >= LARGE
         for gradient in bucket.gradients
     )
     op.kernels = large - (large - tensors) // TENSORS_PER_KERNEL

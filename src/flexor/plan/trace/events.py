@@ -65,6 +65,10 @@ class ReadyGradient(NamedTuple):
     storage: int | None
     """None if its memory is not tracked."""
 
+    @property
+    def numel(self) -> int:
+        return self.nbytes // self.dtype.itemsize
+
 
 @dataclass
 class StepEvents:
