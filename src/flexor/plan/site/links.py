@@ -1,7 +1,8 @@
 """How the GPUs of a run are connected, and how long they take to exchange tensors.
 
 Bandwidths are from data sheets. The share of them that an all-reduce of tens of megabytes reaches, and its latency, are
-from results of NVIDIA's nccl-tests that others published, which the constants name. None of them was measured for Flexor.
+from results of NVIDIA's nccl-tests that others published, which the
+constants name. None was measured for Flexor.
 """
 
 from __future__ import annotations
