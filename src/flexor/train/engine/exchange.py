@@ -76,7 +76,7 @@ class Bucket:
 
 
 @dataclass
-class Layout:
+class BucketLayout:
     """How the gradients of one kind of step are exchanged."""
 
     buckets: list[Bucket]
@@ -105,8 +105,8 @@ class GradientExchange:
         self.find_unused, self.capturable = find_unused, capturable
         self.parameters = list(policy.parameters())
         self.outside: Outside | None = None
-        self._layouts: dict[Hashable, Layout] = {}  # by kind of step
-        self._layout: Layout | None = None
+        self._layouts: dict[Hashable, BucketLayout] = {}  # by kind of step
+        self._layout: BucketLayout | None = None
         self._ready: list[nn.Parameter] = []  # in the order of the backward pass
         self._next = 0  # bucket to exchange
         self._hooked: set[nn.Parameter] = set()
@@ -246,7 +246,7 @@ def _exchange_now(buckets: list[Tensor]) -> None:
         work.wait()
 
 
-def _layout(parameters: list[nn.Parameter], used: frozenset[int]) -> Layout:
+def _layout(parameters: list[nn.Parameter], used: frozenset[int]) -> BucketLayout:
     """Buckets in this order, each of one dtype."""
     buckets, filling = [], dict[torch.dtype, list[nn.Parameter]]()
     for parameter in parameters:
@@ -256,7 +256,7 @@ def _layout(parameters: list[nn.Parameter], used: frozenset[int]) -> Layout:
             group = filling[parameter.dtype] = []
         group.append(parameter)
     buckets += [Bucket(group) for group in filling.values()]
-    return Layout(buckets, {p: bucket for bucket in buckets for p in bucket.parameters}, used)
+    return BucketLayout(buckets, {p: bucket for bucket in buckets for p in bucket.parameters}, used)
 
 
 def _is_dense(tensor: Tensor) -> bool:
