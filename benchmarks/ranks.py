@@ -107,17 +107,13 @@ def measure_steps(options: Any) -> None:
                 if options.json:
                     print(json.dumps(rows[-1]), flush=True)
     if not options.json:
-        head = ["policy", "ranks", "step", "time", "peak memory", "exchanged"]
+        head = ["policy", "ranks", "step", "time", "peak memory", "planned", "exchanged"]
         print(table([head, *map(step_row, rows)]))
 
 
 def step_row(result: dict[str, Any]) -> list[str]:
-    figures = (
-        f"{result['step_ms']:.2f} ms",
-        f"{result['peak'] / 1e9:.2f} GB",
-        f"{result['exchanged'] / 1e9:.3f} GB",
-    )
-    return [result["policy"], result["way"], result["step"], *figures]
+    sizes = [f"{result[name] / 1e9:.3f} GB" for name in ("peak", "planned", "exchanged")]
+    return [result["policy"], result["way"], result["step"], f"{result['step_ms']:.2f} ms", *sizes]
 
 
 def start(count: int, arguments: list[str]) -> list[dict[str, Any]]:
@@ -265,12 +261,13 @@ def step_main(backend: str, flags: list[str]) -> None:
     """Measure the step of this rank, and print its figures."""
     import torch
 
-    from flexor.bench.step import GPU_STEPS, WINDOWS, RepeatedStep
+    from flexor.bench.step import GPU_STEPS, WINDOWS, RepeatedStep, ThisDevice
     from flexor.cli.flags import described_run, robot_flags
     from flexor.config.for_gpu import settle_for_gpu
     from flexor.config.parse import parse_flags
     from flexor.core.machine import let_gpu_memory_grow
     from flexor.core.typed import with_settings
+    from flexor.plan.memory.memory import MemoryPlanner
     from flexor.plan.speed.ceilings import seconds_each
     from flexor.train.ranks.processes import find_processes
 
@@ -291,9 +288,12 @@ def step_main(backend: str, flags: list[str]) -> None:
     seconds = statistics.median(seconds_each(step, GPU_STEPS, device) for _ in range(WINDOWS))
     exchange = step.run.state.engine.exchange
     trained = [p for p in step.run.policy.parameters() if p.requires_grad]
+    card = ThisDevice(torch.cuda.mem_get_info(device)[1], torch.cuda.get_device_capability(device))
+    planner = MemoryPlanner(config, card, world_size=1 if backend == "none" else 2)
     figures = {
         "step_ms": 1e3 * seconds,
         "peak": torch.cuda.max_memory_allocated(device),
+        "planned": planner.at(step.run.split.batch_size).allocated,
         "exchanged": sum(p.nbytes for p in trained) if exchange else 0,
         "captured": bool(getattr(step.run.run_step, "captured", None)),
         "device": torch.cuda.get_device_name(device),
