@@ -104,6 +104,34 @@ def test_a_line_of_one_rank(clock):
     assert meters.report(Engine(CPU))["checkpoint_s"] == 0  # so that nobody takes the old value for a new one
 
 
+def test_the_time_left_comes_from_steps_that_are_like_those_to_come(clock):
+    """In the first line too: the first steps, and those that warm up or capture a graph, are left out."""
+    meters = Meters(CPU)
+
+    def step(seconds: float, slow_once: bool = False) -> None:
+        clock.step(meters.times, {"forward": seconds})
+        if slow_once:
+            meters.leave_out_step()
+        meters.count_step(8)
+
+    def left(steps_left: int) -> float:
+        value = meters.report(Engine(CPU), steps_left)["left_s"]
+        meters.reset()
+        return value
+
+    for seconds in (300.0, 60.0, 60.0):
+        step(seconds)
+    step(90.0, slow_once=True)
+    for _ in range(6):
+        step(2.0)
+    assert left(100) == 200
+    step(40.0, slow_once=True)
+    assert left(99) == 99 * 40  # of one step in two lines, and the first has filled caches as well
+    step(40.0, slow_once=True)
+    step(3.0)
+    assert left(97) == 97 * 3
+
+
 def test_before_the_first_step_there_are_no_times():
     values = Meters(CPU).report(Engine(CPU))
     assert values.keys() == {"samples_per_s", "data_wait"} and values["data_wait"] == 0

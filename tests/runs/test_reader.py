@@ -134,6 +134,15 @@ def test_the_state_of_a_run_that_trains(tmp_path: Path):
     assert [(c.step, c.bytes) for c in state.checkpoints] == [(500, 1000)]
 
 
+def test_the_time_left_is_the_one_that_the_run_says(tmp_path: Path):
+    run = write_run(tmp_path / "run", last=100, steps=2000, pid=os.getpid())
+    add_lines(
+        run / "metrics.jsonl", report(200, samples_per_s=4.0, left_s=600.0)
+    )  # its first steps were slow
+    state = polled(run).state()
+    assert state.left_s == pytest.approx(600, abs=5) and state.step_s is not None and state.step_s > 0.5
+
+
 def test_what_is_written_later_appears_by_itself(tmp_path: Path):
     run = write_run(tmp_path / "run")
     reader = polled(run)

@@ -13,6 +13,7 @@ from types import TracebackType
 
 from flexor import __version__
 from flexor.core.console import print_error, print_text
+from flexor.core.disk_errors import FREE_SPACE, PROBLEMS
 from flexor.core.errors import UNUSABLE, UNWRITABLE, ConfigError, FlexorError
 from flexor.core.log import setup_logging
 from flexor.core.trust import trust
@@ -122,7 +123,9 @@ def main(argv: Sequence[str] | None = None) -> int:
             return 1
         if error.errno not in UNWRITABLE:
             raise
-        print_error(f"flexor {verb}: {error}. Free some disk space, or choose a folder that is writable.")
+        full = error.errno in PROBLEMS and PROBLEMS[error.errno].full
+        advice = FREE_SPACE if full else "Choose a folder that is writable"
+        print_error(f"flexor {verb}: {error}. {advice}.")
         _leave_ranks(1)
         return 1
 

@@ -17,6 +17,7 @@ from flexor.monitor.step_times import COMPUTING, IDLE, PARTS, StepTimes
 
 T = TypeVar("T")
 RECENT = 20  # log lines that the time left is computed from
+FIRST = 3  # steps of a process in which libraries and caches initialise themselves
 
 
 def as_json(values: dict[str, Any]) -> dict[str, Any]:
@@ -64,6 +65,16 @@ class RankTimes:
         return sum(self.per_step(part) for part in parts)
 
 
+@dataclass(frozen=True)
+class Spent:
+    """Steps between two log lines and their time: of all, and of those that were not slow once."""
+
+    steps: int
+    seconds: float
+    usual_steps: int
+    usual_s: float
+
+
 class Meters:
     """Collects values on their device, so that measuring never makes the loop wait for the GPU."""
 
@@ -77,7 +88,9 @@ class Meters:
     ) -> None:
         self.device, self.host, self.arithmetic = device, host, arithmetic
         self.times = StepTimes(device, exchanges)
-        self.recent: deque[tuple[int, float]] = deque(maxlen=RECENT)
+        self.recent: deque[Spent] = deque(maxlen=RECENT)
+        self.first_left = FIRST
+        self.slow_once = False  # the step that is computed
         self.measured: dict[str, None] = {}  # parts of a step, in order
         self.reset()
 
@@ -85,8 +98,9 @@ class Meters:
         self.sums: dict[str, Tensor] = {}
         self.counts: dict[str, int] = defaultdict(int)
         self.parts: set[str] = set()
-        self.samples = self.steps = 0
-        self.started = time.perf_counter()
+        self.samples = self.steps = self.usual_steps = 0
+        self.usual_s = 0.0
+        self.started = self.counted = time.perf_counter()
 
     def add(self, name: str, value: Tensor, summed: bool = False) -> None:
         """`summed`: the value is this rank's part of a sum over ranks."""
@@ -96,7 +110,16 @@ class Meters:
         if summed:
             self.parts.add(name)
 
+    def leave_out_step(self) -> None:
+        """The step that is computed takes longer than later ones: it compiles, warms up, or captures a CUDA graph."""
+        self.slow_once = True
+
     def count_step(self, samples: int) -> None:
+        now = time.perf_counter()
+        if not (self.slow_once or self.first_left):
+            self.usual_steps += 1
+            self.usual_s += now - self.counted
+        self.counted, self.slow_once, self.first_left = now, False, max(self.first_left - 1, 0)
         self.steps += 1
         self.samples += samples
 
@@ -153,10 +176,15 @@ class Meters:
         return part not in COMPUTING or self.times.on_gpu or by_clock
 
     def _left_s(self, elapsed: float, steps_left: int) -> float:
-        """Seconds left, from recent lines. The first includes what happens once: compiling, filling caches."""
-        self.recent.append((self.steps, elapsed))
-        lines = list(self.recent)[1:] or list(self.recent)
-        return steps_left * sum(seconds for _, seconds in lines) / sum(steps for steps, _ in lines)
+        """Seconds left, from recent lines: from their usual steps, if they have any."""
+        self.recent.append(Spent(self.steps, elapsed, self.usual_steps, self.usual_s))
+        lines = list(self.recent)[1:] or list(self.recent)  # the first also fills caches
+        usual = [line for line in lines if line.usual_steps]
+        if usual:
+            each = sum(line.usual_s for line in usual) / sum(line.usual_steps for line in usual)
+        else:
+            each = sum(line.seconds for line in lines) / sum(line.steps for line in lines)
+        return steps_left * each
 
 
 def slowest(ranks: Sequence[RankTimes]) -> dict[str, Any]:

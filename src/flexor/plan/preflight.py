@@ -184,7 +184,8 @@ def choose(config: TrainConfig, planner: RunPlanner) -> TrainConfig:
         each = -(-plan.run_time.first.threads // gpus)  # the plan counts the threads of all ranks
         config = replace(config, num_workers=max(1, min(each, cores)))
         log.info(
-            "auto: num_workers=%d, to load %.0f samples/s", config.num_workers, plan.run_time.first.demand
+            "auto: num_workers=%d per rank, to load %.0f samples/s in all",
+            *(config.num_workers, plan.run_time.first.demand),
         )
     return config
 

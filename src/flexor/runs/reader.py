@@ -18,6 +18,7 @@ from flexor.runs.jsonl import GrowingLines
 from flexor.runs.process import is_alive
 from flexor.runs.series import STEP, TIME, AllSeries, Series
 from flexor.runs.state import (
+    LEFT,
     RATE,
     WAIT,
     RunState,
@@ -117,7 +118,10 @@ class RunReader:
             log_line=_last_log_line(self.folder),
             damaged_lines=sum(lines.damaged for lines, _ in self._files.values()),
         )
-        if steps and each and state.status == "running":
+        left = series.get(LEFT)
+        if state.status == "running" and left is not None and left.last > 0:  # not NaN
+            state.left_s = max(left.last - (ago or 0.0), 0.0)
+        elif steps and each and state.status == "running":  # a run that does not say it
             state.left_s = max((steps - step) * each - (ago or 0.0), 0.0)
         run_s = None  # of the whole run: what it has taken, and what is left
         if state.elapsed_s is not None and (state.left_s is not None or state.status == "finished"):

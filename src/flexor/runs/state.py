@@ -14,6 +14,7 @@ from flexor.runs.series import STEP, Series
 
 RATE = "samples_per_s"
 WAIT = "data_wait"
+LEFT = "left_s"
 RECENT = 20  # reports that the time left is computed from
 SILENT_S = 60.0
 SILENT_REPORTS = 5  # times the usual time between two of them

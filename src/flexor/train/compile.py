@@ -45,16 +45,17 @@ class CompileTime:
         """Of all steps so far."""
         self._total, self._lookups = _compile_seconds(), _cache_lookups()
 
-    def log(self) -> None:
-        """Call after each step. It logs a line only if the step compiled something."""
+    def log(self) -> bool:
+        """Call after each step. If the step compiled something, it logs a line and returns true."""
         seconds = _compile_seconds() - self._total
         if seconds <= 0:
-            return
+            return False
         lookups = _cache_lookups()
         line = _describe(self.blocks, seconds, lookups - self._lookups)
         log.info("%s%s", line, " (again, for other inputs)" if self.seconds else "")
         self.seconds += seconds
         self._total, self._lookups = self._total + seconds, lookups
+        return True
 
 
 def _describe(blocks: int, seconds: float, lookups: Counter[str]) -> str:

@@ -156,6 +156,7 @@ class GraphStep:
     def __init__(self, state: TrainState):
         self.state = state
         self.eager_steps: Counter[Hashable] = Counter()  # by kind
+        self.warms_up = False  # the newest step was one before a graph is replayed, or captured it
         self.captured: dict[Hashable, _Captured] = {}
         engine = state.engine
         reason = why_not(
@@ -171,12 +172,17 @@ class GraphStep:
             self.stream, self.pool = torch.cuda.Stream(state.engine.device), torch.cuda.graph_pool_handle()
 
     def __call__(self, micro_batches: list[Batch], meters: Meters) -> tuple[Tensor, Tensor]:
+        self.warms_up = False
         compute = compute_step if self.gave_up else self._compute
-        return optimizer_step(self.state, micro_batches, meters, compute)
+        figures = optimizer_step(self.state, micro_batches, meters, compute)
+        if self.warms_up:
+            meters.leave_out_step()
+        return figures
 
     def _compute(self, state: TrainState, batches: list[Batch]) -> StepFigures:
         kind = self._kind(batches)
-        if kind is not None and kind not in self.captured and self.eager_steps[kind] >= WARM_UP:
+        self.warms_up = kind is not None and kind not in self.captured
+        if self.warms_up and self.eager_steps[kind] >= WARM_UP:
             self._try_to_capture(kind, batches)
         if kind in self.captured:
             return self._replay(self.captured[kind], batches)

@@ -219,8 +219,8 @@ def fit(
             watchdog.beat(state.step, "computing")
             loss, norm = step(micro_batches, meters)
             times.queued()
-            if compiling:
-                compiling.log()
+            if compiling and compiling.log():
+                meters.leave_out_step()
             state.step += 1
             conditions.add_step(state.step, micro_batches, loss, norm, stop.signal)
             times.mark("rest")

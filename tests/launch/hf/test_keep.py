@@ -33,6 +33,7 @@ def backup(tmp_path) -> Path:
 
 
 def save(run: Path, step: int) -> Path:
+    run.mkdir(exist_ok=True)
     folder = checkpoint.Folder(run / "checkpoints", step, 100)
     folder.open()
     (folder.temporary / "pretrained_model").mkdir()

@@ -7,7 +7,6 @@ temporary folders that are left over.
 from __future__ import annotations
 
 import contextlib
-import errno
 import itertools
 import json
 import os
@@ -16,6 +15,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from flexor.core.disk_errors import disk_problem
 from flexor.core.errors import CheckpointError
 from flexor.core.foreign_files import MALFORMED, read_json
 from flexor.core.log import log, warn_once
@@ -43,6 +43,7 @@ class Folder:
 
     def open(self) -> None:
         self.remove()
+        self.final.parent.mkdir(exist_ok=True)  # fails if the run's folder is gone
         (self.temporary / "training_state").mkdir(parents=True)
 
     def remove(self) -> None:
@@ -71,39 +72,21 @@ class Folder:
     def failure(self, error: Exception) -> CheckpointError:
         """A readable message for an error while writing."""
         checkpoints = self.final.parent
-        previous, full, free = newest(checkpoints), disk_full(error, checkpoints), ""
-        with contextlib.suppress(OSError):
-            free = f" ({shutil.disk_usage(checkpoints).free / 1e9:.2f} GB free)"
-        cause = f"{full}{free}" if full else f"{error}"
-        fix = (
-            "Free some disk space (--checkpoint.keep_last=2 keeps fewer checkpoints)" if full else "Fix that"
-        )
+        previous, problem = None, disk_problem(error, checkpoints)
+        with contextlib.suppress(OSError):  # if the folder can't be read either
+            previous = newest(checkpoints)
+        cause, fix = f"{error}".rstrip("."), "Fix that"
+        if problem and problem.full:
+            cause, fix = problem.cause, f"{problem.fix} (--checkpoint.keep_last=2 keeps fewer checkpoints)"
+            with contextlib.suppress(OSError):
+                cause += f" ({shutil.disk_usage(checkpoints).free / 1e9:.2f} GB free)"
+        elif problem:
+            cause, fix = f"{problem.cause} ({cause})", problem.fix
+        last = f"The last good checkpoint is {previous}" if previous else "There is no earlier checkpoint"
         return CheckpointError(
-            f"Can't save the checkpoint of step {self.step} in {checkpoints}: {cause.rstrip('.')}. "
-            + (
-                f"The last good checkpoint is {previous}. "
-                if previous
-                else "There is no earlier checkpoint. "
-            )
-            + f"{fix} and continue with `flexor resume`."
+            f"Can't save the checkpoint of step {self.step} in {checkpoints}: {cause}. {last}. "
+            f"{fix} and continue with `flexor resume`."
         )
-
-
-LEAST_FREE = 1 << 16  # bytes: a disk with less is full
-FULL = {errno.ENOSPC: "the disk is full", errno.EDQUOT: "the disk quota is used up"}
-
-
-def disk_full(error: Exception, folder: Path) -> str | None:
-    """That the disk or the quota is full; None for another error. Those of libraries and other ranks are only texts."""
-    text = str(error)
-    for number, message in FULL.items():
-        signs = (f"os error {number})", os.strerror(number))
-        if getattr(error, "errno", None) == number or any(sign in text for sign in signs):
-            return message
-    # torch says something about positions in a file
-    with contextlib.suppress(OSError):
-        return FULL[errno.ENOSPC] if shutil.disk_usage(folder).free < LEAST_FREE else None
-    return None
 
 
 def _write_manifest(folder: Path, step: int, hashes: Mapping[str, str]) -> None:

@@ -20,6 +20,7 @@ import torch.distributed as dist
 from safetensors import SafetensorError
 from torch import Tensor
 
+from flexor.core.disk_errors import disk_problem
 from flexor.core.log import log
 from flexor.core.machine import free_memory, gigabytes, pinned_bytes
 from flexor.core.run_files import SHARDS, TRAINING_STATE
@@ -157,15 +158,15 @@ class Saver:
     def _make_room(self, folder: checkpoint.Folder, error: Exception) -> bool:
         """On a full disk: remove now what would be removed after this save. Returns whether there was anything."""
         removed: list[int] = []
-        full = checkpoint.disk_full(error, self.run.checkpoints) if self.processes.is_main else None
-        if full:
+        problem = disk_problem(error, self.run.checkpoints) if self.processes.is_main else None
+        if problem and problem.full:
             settings = self.state.config.checkpoint
             folder.remove()
             removed = folder.make_room(settings.keep_last, settings.keep_every)
             if removed:
                 log.warning(
                     "%s: removed the checkpoints of steps %s before saving step %d instead of after it",
-                    *(full, ", ".join(map(str, removed)), folder.step),
+                    *(problem.cause, ", ".join(map(str, removed)), folder.step),
                 )
         return any(self._gather(bool(removed)))
 
