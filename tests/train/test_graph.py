@@ -12,6 +12,7 @@ from flexor.config.schema import OptimizerConfig, ParallelConfig, TrainConfig
 from flexor.core.errors import ConfigError
 from flexor.core.rng import GraphNoise, Noise, NoiseKeys
 from flexor.data.loader.loader import Loader
+from flexor.monitor.meters import Meters
 from flexor.monitor.step_times import StepTimes
 from flexor.policies.act.config import ACTConfig
 from flexor.train import graph
@@ -69,7 +70,7 @@ def test_what_a_plan_asks_is_what_the_trainer_asks():
     weights = [torch.nn.Parameter(torch.zeros(2))]
     for kind, make in CLASSES.items():
         config = TrainConfig(optimizer=OptimizerConfig(type=kind, lr=1e-3), policy=ACTConfig())
-        assert (why_not(config, on_nvidia=True) is None) == takes_tensor_rates(make(weights))
+        assert (why_not(config, on_nvidia=True) is None) == takes_tensor_rates(make(weights, fused=True))
     config = TrainConfig(policy=ACTConfig())
     assert captures_steps(config) == Engine.captures
     for strategy in ("fsdp", "hsdp"):
@@ -205,6 +206,32 @@ def test_two_hundred_steps_are_the_same_bits(small, precision, tmp_path, replays
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("precision", ["no", "fp16", "bf16"])
+@pytest.mark.parametrize("optimizer", [["sgd", "--optimizer.momentum=0.9"], ["sgd"]])
+@pytest.mark.parametrize("small", ["act"], indirect=True)
+def test_other_optimizers_are_captured(optimizer, precision, small, tmp_path, replays):
+    """A run that goes on eagerly, and one that goes on as a graph, are the uninterrupted eager one."""
+    data, policy = small
+    kind, *settings = optimizer
+    flags = [f"--optimizer.type={kind}", *settings, f"--precision={precision}", "--channels_last=true"]
+    flags += [
+        f"--steps={STEPS}",
+        "--save_freq=4",
+        "--scheduler.type=cosine",
+        "--scheduler.num_warmup_steps=4",
+    ]
+    eager, graph = (
+        train(data, tmp_path / way, policy, f"--step={way}", *flags) for way in ("eager", "graph")
+    )
+    assert replays == list(range(WARM_UP, STEPS))
+    for way, run in (("graph", eager), ("eager", graph)):
+        cut = runs.cut_back(run, tmp_path / f"cut {way}", 4)
+        assert main(["resume", str(cut), f"--step={way}"]) == 0
+        assert_same(eager, cut)
+    assert_same(eager, graph)
+
+
+@pytest.mark.gpu
 def test_compiled_blocks_are_captured(dataset, tiny_act, tmp_path, replays):
     """They are compiled in the eager steps before the capture."""
     eager = train(dataset, tmp_path / "eager", tiny_act, f"--steps={STEPS}", "--step=eager", "--compile=true")
@@ -264,6 +291,20 @@ def test_what_cant_be_captured_runs_without_a_graph_and_is_named(lowdim, tmp_pat
     assert line in capsys.readouterr().err
     again = train(lowdim, tmp_path / "again", [*settings, "--policy.asks=false"], "--steps=6", "--step=graph")
     assert replays == list(range(WARM_UP, 6)) and again
+
+
+@pytest.mark.gpu
+def test_the_warm_up_is_no_part_of_the_time_left(lowdim, tiny_act, tmp_path, replays, monkeypatch):
+    left_out = []
+
+    def noted(self):
+        left_out.append(self.steps)
+        leave_out(self)
+
+    leave_out = Meters.leave_out_step
+    monkeypatch.setattr(Meters, "leave_out_step", noted)
+    train(lowdim, tmp_path / "run", tiny_act, f"--steps={STEPS}", "--step=graph", f"--log_freq={STEPS}")
+    assert left_out == [*range(WARM_UP + 1)] and replays
 
 
 @pytest.mark.gpu

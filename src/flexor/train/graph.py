@@ -42,7 +42,7 @@ from flexor.train.step import (
 
 WARM_UP = 3  # eager steps of a kind before it is captured
 MOST_KINDS = 4  # graphs that are kept; each keeps its memory
-CAPTURABLE = ("adam", "adamw")  # optimizers that torch can capture
+CAPTURABLE = ("adam", "adamw", "sgd")  # optimizers that take learning rates from the GPU
 
 
 class NoGraph(ConfigError):
@@ -72,7 +72,7 @@ def why_not(
         return "parallel.find_unused_parameters=true looks for them in every step"
     optimizer = resolve_optimizer(config.optimizer, config.policy).type
     if optimizer not in CAPTURABLE:
-        return f"optimizer.type={optimizer} can't be captured; {' and '.join(CAPTURABLE)} can"
+        return f"optimizer.type={optimizer} can't be captured; {', '.join(CAPTURABLE)} can"
     if config.activation_checkpointing:
         return "activation_checkpointing=true asks for the state of dropout, which a graph does not have"
     return None

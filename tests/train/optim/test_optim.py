@@ -14,6 +14,7 @@ from flexor.policies.act.config import ACTConfig
 from flexor.policies.base import ParamGroup
 from flexor.train.optim.ema import EMA
 from flexor.train.optim.optimizers import build_optimizer
+from flexor.train.optim.sgd import SGD
 from support import runs
 
 
@@ -49,7 +50,7 @@ def test_option_without_meaning_for_the_optimizer(option, named):
         ),
         (
             ["--optimizer.type=sgd", "--optimizer.lr=1", "--optimizer.momentum=0.5"],
-            torch.optim.SGD,
+            SGD,
             {"lr": 1.0, "momentum": 0.5, "dampening": 0.0},
         ),
         (

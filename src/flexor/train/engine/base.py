@@ -28,6 +28,7 @@ from flexor.policies.meta_init import with_memory
 from flexor.policies.pretrained import load_weights
 from flexor.train.engine.exchange import GradientExchange, broadcast_weights
 from flexor.train.optim.bf16_copies import Bf16Copies
+from flexor.train.optim.sgd import SGD
 from flexor.train.ranks.processes import Processes
 
 T = TypeVar("T")
@@ -271,8 +272,9 @@ def norm_in_float32(gradients: list[Tensor]) -> Tensor:
 
 
 def takes_tensor_rates(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether it is one of torch's that can be captured in a CUDA graph: Adam and AdamW."""
-    return all("capturable" in group for group in optimizer.param_groups)
+    """Whether it reads learning rates from the GPU, as a CUDA graph needs it."""
+    fused_sgd = isinstance(optimizer, SGD) and takes_scale(optimizer)
+    return fused_sgd or all("capturable" in group for group in optimizer.param_groups)
 
 
 def takes_scale(optimizer: torch.optim.Optimizer) -> bool:
@@ -286,11 +288,15 @@ def tensor_rates(optimizer: torch.optim.Optimizer, rates: list[Tensor] | None) -
     if rates is None:
         yield
         return
-    saved = [(group["lr"], group["capturable"]) for group in optimizer.param_groups]
+    saved = [
+        {k: v for k, v in group.items() if k in ("lr", "capturable")} for group in optimizer.param_groups
+    ]
     for group, rate in zip(optimizer.param_groups, rates):
-        group.update(lr=rate, capturable=True)
+        group["lr"] = rate
+        if "capturable" in group:  # of Adam and AdamW
+            group["capturable"] = True
     try:
         yield
     finally:
-        for group, (rate, capturable) in zip(optimizer.param_groups, saved):
-            group.update(lr=rate, capturable=capturable)
+        for group, numbers in zip(optimizer.param_groups, saved):
+            group.update(numbers)

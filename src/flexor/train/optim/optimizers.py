@@ -11,8 +11,9 @@ import torch
 from flexor.config.optimizer import DEFAULTS
 from flexor.config.schema import OptimizerConfig
 from flexor.policies.base import Policy
+from flexor.train.optim.sgd import SGD
 
-CLASSES: dict[str, Any] = {"adamw": torch.optim.AdamW, "adam": torch.optim.Adam, "sgd": torch.optim.SGD}
+CLASSES: dict[str, Any] = {"adamw": torch.optim.AdamW, "adam": torch.optim.Adam, "sgd": SGD}
 
 
 def build_optimizer(
@@ -43,5 +44,5 @@ def _class(kind: str, policy: Policy) -> Callable[..., torch.optim.Optimizer]:
     if kind == "sgd" and any(
         p.dtype == torch.bfloat16 and p.device.type == "cpu" for p in policy.parameters()
     ):
-        return torch.optim.SGD  # torch's fused kernel for CPUs leaves most bfloat16 weights as they are
+        return SGD  # torch's fused kernel for CPUs leaves most bfloat16 weights as they are
     return partial(CLASSES[kind], fused=True)  # one kernel for all parameters; bitwise reproducible
