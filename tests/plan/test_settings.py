@@ -89,10 +89,11 @@ def test_an_optimizer_in_8_bits(make: Make, dtype: str):
     lower = {"weights_dtype": "bf16", "precision": "bf16"} if dtype == "bf16" else {}
     trace = trace_step(make(optimizer=OptimizerConfig(type="adamw_8bit"), **lower), 2, H200)
     small = MATRICES - 10_000 + VECTORS  # each tensor has fewer than 4096 numbers
-    tables, scales = 2 * 4 * 256, 2 * 4 * 40  # 10 000 numbers in blocks of 256
-    assert trace.nbytes("optimizer") == 2 * 10_000 + scales + tables + 8 * small
-    updates = [op for op in trace.ops if op.name == "_fused_adamw_8bit_"]
-    assert len(updates) == TENSORS and all(op.written > 0 for op in updates)
+    scales = 2 * 4 * 40  # 10 000 numbers in blocks of 256
+    state = 2 * 10_000 + scales + 8 * small + STEP * TENSORS
+    assert state <= trace.nbytes("optimizer") < state + 200 * TENSORS  # and the numbers of each tensor's step
+    updates = [op for op in trace.ops if op.name == "flexor::adamw_8bit"]
+    assert 2 <= len(updates) <= 4 and all(op.written > 0 for op in updates)
 
 
 LOWER = {"weights_dtype": "bf16", "precision": "bf16"}

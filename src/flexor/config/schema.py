@@ -70,7 +70,7 @@ class EvalConfig:
 @dataclass(frozen=True)
 class OptimizerConfig:
     type: Literal["adamw", "adam", "sgd", "adamw_8bit"] | None = None
-    """adamw, adam, sgd, or adamw_8bit, whose state takes a quarter of the memory (needs `pip install flexor[8bit]`).
+    """adamw, adam, sgd, or adamw_8bit, whose state takes a quarter of the memory.
     Default of this and the other optimizer settings: the policy's preset."""
     lr: float | None = setting(None, at_least=0)
     """Learning rate."""

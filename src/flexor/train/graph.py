@@ -19,7 +19,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flexor.config.optimizer import resolve_optimizer
 from flexor.config.schema import TrainConfig
 from flexor.core.batch import SAMPLE_ID, VALID_STEPS, Batch
 from flexor.core.cuda_graphs import Pool, capture, why_not_captured
@@ -42,7 +41,6 @@ from flexor.train.step import (
 
 WARM_UP = 3  # eager steps of a kind before it is captured
 MOST_KINDS = 4  # graphs that are kept; each keeps its memory
-CAPTURABLE = ("adam", "adamw", "sgd")  # optimizers that take learning rates from the GPU
 
 
 class NoGraph(ConfigError):
@@ -70,9 +68,6 @@ def why_not(
         return f"{strategy} can't be captured"
     if config.parallel.find_unused_parameters:
         return "parallel.find_unused_parameters=true looks for them in every step"
-    optimizer = resolve_optimizer(config.optimizer, config.policy).type
-    if optimizer not in CAPTURABLE:
-        return f"optimizer.type={optimizer} can't be captured; {', '.join(CAPTURABLE)} can"
     if config.activation_checkpointing:
         return "activation_checkpointing=true asks for the state of dropout, which a graph does not have"
     return None

@@ -229,7 +229,6 @@ def _install(training: Training, machine: Machine) -> list[str]:
 def _extras(config: TrainConfig) -> list[str]:
     extras = {"wandb": config.wandb.enable, "sim": config.env.type == "pusht"}
     extras |= dict.fromkeys(config.trackers, True)
-    extras["8bit"] = config.optimizer.type == "adamw_8bit"
     extras["vla"] = importlib.util.find_spec("transformers") is not None  # who has it here may need it there
     return [name for name, needed in extras.items() if needed]
 

@@ -13,7 +13,6 @@ LIBRARY.define("rms_norm(Tensor x, int dims, Tensor? weight) -> (Tensor, Tensor)
 LIBRARY.define(
     "rms_norm_backward(Tensor gradient, Tensor x, Tensor root, Tensor? weight) -> (Tensor, Tensor)"
 )
-LIBRARY.define("_fused_adamw_8bit_(Tensor(a!)[] parameters, Tensor[] gradients, Tensor(b!)[] state) -> ()")
 
 
 def _rms_norm(x: Tensor, dims: int, weight: Tensor | None) -> tuple[Tensor, Tensor]:
@@ -30,7 +29,6 @@ def _rms_norm_backward(
 LIBRARY.impl("mish_backward", lambda gradient, x: torch.empty_like(x), "Meta")
 LIBRARY.impl("rms_norm", _rms_norm, "Meta")
 LIBRARY.impl("rms_norm_backward", _rms_norm_backward, "Meta")
-LIBRARY.impl("_fused_adamw_8bit_", lambda parameters, gradients, state: None, "Meta")
 
 
 class Mish(torch.autograd.Function):

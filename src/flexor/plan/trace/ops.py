@@ -60,6 +60,7 @@ class Op:
 OVER_ROWS = ("over rows",)
 NAMESPACE = "flexor::"  # of Flexor's own kernels
 ADAM_WITH_COPIES = f"{NAMESPACE}adam_with_copies"  # a kernel for each tensor
+ADAMW_8BIT = f"{NAMESPACE}adamw_8bit"
 
 # Operators that only allocate or make views, and compute nothing.
 NO_KERNEL = {
@@ -109,7 +110,9 @@ def describe(
         _attention(op, args)
     elif name in ("sum", "mean") and len(args) > 1 and _over_rows(args[0], args[1], outs[0]):
         op.detail = OVER_ROWS
-    elif name.startswith(("_foreach", "_fused_adam", "_fused_sgd", "_amp_foreach", ADAM_WITH_COPIES)):
+    elif name.startswith(
+        ("_foreach", "_fused_adam", "_fused_sgd", "_amp_foreach", ADAM_WITH_COPIES, ADAMW_8BIT)
+    ):
         _foreach(op, args)
     return op
 

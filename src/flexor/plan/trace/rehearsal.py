@@ -19,7 +19,6 @@ from flexor.core.batch import ACTION, REWARD, SAMPLE_ID, VALID_STEPS, Batch
 from flexor.data.loader.to_gpu import Staged
 from flexor.data.video.planes import PlaneFormat
 from flexor.monitor.meters import Meters
-from flexor.plan.trace.eight_bit import AdamW8bitOnMeta
 from flexor.plan.trace.events import Category, Event, ReadyGradient, SavedWeights, StepEvents, UnitSize
 from flexor.plan.trace.ops import Phase
 from flexor.plan.trace.shortcuts import without_initial_values
@@ -130,8 +129,7 @@ class Rehearsal:
         tracker.name(self.policy.parameters(), "weights")
         deterministic = config.deterministic and device != META
         engine = WatchedEngine(tracker, device, config.precision, deterministic, processes, config.parallel)
-        on_meta = AdamW8bitOnMeta if device == META and optimizer.type == "adamw_8bit" else None
-        torch_optimizer = build_optimizer(optimizer, self.policy, make=on_meta)
+        torch_optimizer = build_optimizer(optimizer, self.policy)
         engine.prepare(self.policy, torch_optimizer)
         if captures_steps(config):
             keep_copies(config, engine, self.split, torch_optimizer)

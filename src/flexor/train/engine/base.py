@@ -27,6 +27,7 @@ from flexor.policies.base import Policy
 from flexor.policies.meta_init import with_memory
 from flexor.policies.pretrained import load_weights
 from flexor.train.engine.exchange import GradientExchange, broadcast_weights
+from flexor.train.optim.adamw_8bit import AdamW8bit
 from flexor.train.optim.bf16_copies import Bf16Copies
 from flexor.train.optim.sgd import SGD
 from flexor.train.ranks.processes import Processes
@@ -273,8 +274,8 @@ def norm_in_float32(gradients: list[Tensor]) -> Tensor:
 
 def takes_tensor_rates(optimizer: torch.optim.Optimizer) -> bool:
     """Whether it reads learning rates from the GPU, as a CUDA graph needs it."""
-    fused_sgd = isinstance(optimizer, SGD) and takes_scale(optimizer)
-    return fused_sgd or all("capturable" in group for group in optimizer.param_groups)
+    in_one_kernel = isinstance(optimizer, SGD | AdamW8bit) and takes_scale(optimizer)
+    return in_one_kernel or all("capturable" in group for group in optimizer.param_groups)
 
 
 def takes_scale(optimizer: torch.optim.Optimizer) -> bool:

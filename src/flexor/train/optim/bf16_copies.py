@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-import flexor.kernels.adam  # noqa: F401 (defines the operator)
+from flexor.kernels.adam import complement, factors
 from flexor.kernels.available import has_kernels
 from flexor.policies.nn.cast_to_bf16 import AUTOCAST_LAYERS
 from flexor.policies.weight_names import parameters_only_in
@@ -105,19 +105,14 @@ class Bf16Copies:
         gradients, copies = self._gradients(weights), [self.copies[w] for w in weights]
         torch.ops.flexor.adam_with_copies(
             *(weights, gradients, averages, squares, copies),
-            _factors(torch.stack(steps), group, decoupled),
+            factors(steps, group["lr"], group["betas"], group["weight_decay"] if decoupled else 0.0),
             getattr(optimizer, "grad_scale", None),
-            *(_complement(beta) for beta in group["betas"]),
+            *(complement(beta) for beta in group["betas"]),
             group["eps"],
             0.0 if decoupled else group["weight_decay"],
         )
         for weight in weights:
             weight.grad = None  # so that torch does not update it again
-
-
-def _complement(beta: float) -> float:
-    """1 - beta in float32, as torch's fused kernel has it: of 0.999, five digits are those of the exact value."""
-    return float(1 - torch.tensor(beta, dtype=torch.float32))
 
 
 def _state(optimizer: torch.optim.Optimizer, weight: nn.Parameter) -> dict[str, Tensor]:
@@ -128,13 +123,3 @@ def _state(optimizer: torch.optim.Optimizer, weight: nn.Parameter) -> dict[str, 
         state["exp_avg"] = torch.zeros_like(weight)
         state["exp_avg_sq"] = torch.zeros_like(weight)
     return state
-
-
-def _factors(steps: Tensor, group: dict[str, Any], decoupled: bool) -> Tensor:
-    """The factors of the kernel after these steps [N], in float64: 1 - 0.999 has few digits in float32."""
-    beta1, beta2 = group["betas"]
-    steps = steps.double()
-    rate = group["lr"] / (1 - beta1**steps)
-    root = (1 - beta2**steps).sqrt()
-    decay = torch.ones_like(steps) - group["lr"] * (group["weight_decay"] if decoupled else 0.0)
-    return torch.stack((rate, root, decay), 1).float()

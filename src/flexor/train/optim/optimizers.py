@@ -11,21 +11,14 @@ import torch
 from flexor.config.optimizer import DEFAULTS
 from flexor.config.schema import OptimizerConfig
 from flexor.policies.base import Policy
+from flexor.train.optim.adamw_8bit import AdamW8bit
 from flexor.train.optim.sgd import SGD
 
 CLASSES: dict[str, Any] = {"adamw": torch.optim.AdamW, "adam": torch.optim.Adam, "sgd": SGD}
 
 
-def build_optimizer(
-    config: OptimizerConfig,
-    policy: Policy,
-    lr_factor: float = 1.0,
-    make: Callable[..., torch.optim.Optimizer] | None = None,
-) -> torch.optim.Optimizer:
-    """One parameter group per group of the policy, each with the settings it overrides.
-
-    `make` replaces the class that the settings name.
-    """
+def build_optimizer(config: OptimizerConfig, policy: Policy, lr_factor: float = 1.0) -> torch.optim.Optimizer:
+    """One parameter group per group of the policy, each with the settings it overrides."""
     assert config.type is not None
     settings: dict[str, Any] = {name: getattr(config, name) for name in DEFAULTS[config.type]}
     groups = [{"params": g.params, **g.overrides} for g in policy.param_groups() if g.params]
@@ -33,13 +26,11 @@ def build_optimizer(
         group["lr"] = lr_factor * group.get("lr", settings["lr"])
     if config.type == "sgd":
         settings["dampening"] = 0.0  # torch's default is an integer, which LeRobot's resume refuses
-    return (make or _class(config.type, policy))(groups, **settings)
+    return _class(config.type, policy)(groups, **settings)
 
 
 def _class(kind: str, policy: Policy) -> Callable[..., torch.optim.Optimizer]:
     if kind == "adamw_8bit":
-        from flexor.train.optim.adamw_8bit import AdamW8bit
-
         return AdamW8bit
     if kind == "sgd" and any(
         p.dtype == torch.bfloat16 and p.device.type == "cpu" for p in policy.parameters()
