@@ -92,7 +92,11 @@ def test_what_a_plan_asks_is_what_the_trainer_asks():
     [
         ({"on_nvidia": False}, {}, "NVIDIA"),
         ({"on_nvidia": True}, {"parallel": ParallelConfig(find_unused_parameters=True)}, "find_unused"),
-        ({"on_nvidia": True}, {"activation_checkpointing": True}, "activation_checkpointing"),
+        (
+            {"on_nvidia": True},
+            {"activation_checkpointing": True, "compile": True},
+            "activation_checkpointing",
+        ),
     ],
 )
 def test_runs_without_a_graph(engine, more, named):
@@ -233,6 +237,28 @@ def test_other_optimizers_are_captured(optimizer, precision, small, tmp_path, re
         assert main(["resume", str(cut), f"--step={way}"]) == 0
         assert_same(eager, cut)
     assert_same(eager, graph)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    "more", [["--precision=bf16"], ["--gradient_accumulation_steps=2", "--precision=no"]]
+)
+@pytest.mark.parametrize("small", ["act", "diffusion", "smolvla"], indirect=True)
+def test_recomputed_blocks_are_captured(more, small, tmp_path, replays):
+    """ACT has dropout. A run that goes on without recomputing, and as a graph, is the uninterrupted eager one."""
+    data, policy = small
+    flags = [f"--steps={STEPS}", "--save_freq=4", *more]
+    eager, graph = (
+        train(data, tmp_path / way, policy, f"--step={way}", "--activation_checkpointing=true", *flags)
+        for way in ("eager", "graph")
+    )
+    assert replays == list(range(WARM_UP, STEPS))
+    assert_same(eager, graph)
+    plain = train(data, tmp_path / "plain", policy, "--step=graph", *flags)
+    assert_same(eager, plain)
+    cut = runs.cut_back(graph, tmp_path / "cut", 4)
+    assert main(["resume", str(cut), "--activation_checkpointing=false"]) == 0
+    assert_same(eager, cut)
 
 
 @pytest.mark.gpu

@@ -12,7 +12,7 @@ phase of training, other frozen parameters) gets a graph of its own; if there ar
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,6 +27,7 @@ from flexor.core.log import log
 from flexor.core.rng import GraphNoise, NoiseKeys
 from flexor.monitor.meters import Meters
 from flexor.monitor.step_times import StepTimes
+from flexor.policies.nn.recompute import DROPOUT, Places
 from flexor.train.checkpoint.state import TrainState
 from flexor.train.engine.exchange import GradientExchange
 from flexor.train.step import (
@@ -68,8 +69,10 @@ def why_not(
         return f"{strategy} can't be captured"
     if config.parallel.find_unused_parameters:
         return "parallel.find_unused_parameters=true looks for them in every step"
-    if config.activation_checkpointing:
-        return "activation_checkpointing=true asks for the state of dropout, which a graph does not have"
+    if config.activation_checkpointing and config.compile:
+        return (
+            "compiled blocks that are recomputed (activation_checkpointing=true) ask for the state of dropout"
+        )
     return None
 
 
@@ -96,8 +99,11 @@ class _Pieces:
         pool: Pool,
         stream: torch.cuda.Stream,
         exchange: GradientExchange | None = None,
+        generators: Sequence[torch.Generator] = (),
     ):
+        """`generators`: those that are drawn from, besides the GPU's own."""
         self.times, self.last, self.pool, self.stream, self.exchange = times, last, pool, stream, exchange
+        self.generators = generators
         self.pieces: list[Piece] = []
 
     def __enter__(self) -> list[Piece]:
@@ -124,6 +130,8 @@ class _Pieces:
 
     def _begin(self) -> None:
         self.graph = torch.cuda.CUDAGraph()
+        for generator in self.generators:
+            self.graph.register_generator_state(generator)
         self.capture = capture(self.graph, self.pool, self.stream)
         self.capture.__enter__()
 
@@ -143,6 +151,8 @@ class _Captured:
     passes: list[tuple[list[Piece], Tensor]]
     update: list[Piece]  # what follows the last; empty: it is part of the only pass
     norm: Tensor
+    recomputing: list[tuple[torch.Generator, int]]
+    """Generators of blocks that are recomputed with dropout, and where in its numbers each begins."""
 
 
 class GraphStep:
@@ -153,6 +163,8 @@ class GraphStep:
         self.eager_steps: Counter[Hashable] = Counter()  # by kind
         self.warms_up = False  # the newest step was one before a graph is replayed, or captured it
         self.captured: dict[Hashable, _Captured] = {}
+        self.block_places: dict[Hashable, Places] = {}  # by kind: of recomputed blocks, in random numbers
+        self.generators: list[torch.Generator] = []  # of recomputed blocks
         engine = state.engine
         reason = why_not(
             state.config,
@@ -187,6 +199,7 @@ class GraphStep:
         self.stream.wait_stream(current)
         with torch.cuda.stream(self.stream):
             figures = compute_step(state, batches)
+        self.block_places[kind] = DROPOUT.places
         current.wait_stream(self.stream)
         return figures
 
@@ -207,7 +220,7 @@ class GraphStep:
         state = self.state
         exchange = state.engine.exchange
         try:
-            self.captured[kind] = self._capture(batches[0], len(batches))
+            self.captured[kind] = self._capture(batches[0], len(batches), self.block_places[kind])
         except RuntimeError as error:
             message = f"the step can't be captured in a CUDA graph: {why_not_captured(error, __file__)}"
             if exchange and exchange.capturable:
@@ -223,8 +236,8 @@ class GraphStep:
         if len(self.captured) == 1:
             log.info("from step %d on, a step is replayed as %s", state.step + 1, _describe(exchange))
 
-    def _capture(self, like: Batch, micro_batches: int) -> _Captured:
-        """Nothing is computed here."""
+    def _capture(self, like: Batch, micro_batches: int, places: Places) -> _Captured:
+        """Nothing is computed here. `places`: of recomputed blocks, in random numbers."""
         state, device = self.state, self.state.engine.device
         torch.cuda.synchronize(device)
         torch._C._cuda_clearCublasWorkspaces()
@@ -233,9 +246,11 @@ class GraphStep:
         noise, names = GraphNoise(keys, batch[SAMPLE_ID]), []
         passes: list[tuple[list[Piece], Tensor]] = []
         update: list[Piece] = []
+        generators, recomputing = self._generators(places)
         # The first pass makes the gradients, later ones add to them: a parameter that the loss does not reach has none.
         for _ in range(min(micro_batches, 2)):
-            with self._pieces("optimizer" if micro_batches == 1 else "backward") as pieces:
+            last = "optimizer" if micro_batches == 1 else "backward"
+            with DROPOUT.captured(generators), self._pieces(last, [g for g, _ in recomputing]) as pieces:
                 with state.engine.accumulate(last=micro_batches == 1):
                     loss, parts = forward_backward(state, batch, noise)
                 figures = torch.stack([value.float() for value in (loss, *parts.values())])
@@ -249,10 +264,22 @@ class GraphStep:
                 if state.engine.exchange:
                     state.engine.exchange.finish(state.times)
                 norm = update_weights(state).float()
-        return _Captured(batch, keys, names, passes, update, norm)
+        return _Captured(batch, keys, names, passes, update, norm, recomputing)
 
-    def _pieces(self, last: str) -> _Pieces:
-        return _Pieces(self.state.times, last, self.pool, self.stream, self.state.engine.exchange)
+    def _pieces(self, last: str, generators: Sequence[torch.Generator] = ()) -> _Pieces:
+        times, exchange = self.state.times, self.state.engine.exchange
+        return _Pieces(times, last, self.pool, self.stream, exchange, generators)
+
+    def _generators(
+        self, places: Places
+    ) -> tuple[list[torch.Generator | None], list[tuple[torch.Generator, int]]]:
+        """For each recomputed block a generator, or None if it draws nothing; and where in its numbers each begins."""
+        draws = [before for before, after in places if after > before]
+        while len(self.generators) < len(draws):
+            self.generators.append(torch.Generator(self.state.engine.device))
+        recomputing = list(zip(self.generators, draws))
+        drawing = iter(self.generators)
+        return [next(drawing) if after > before else None for before, after in places], recomputing
 
     def _replay(self, captured: _Captured, batches: list[Batch]) -> StepFigures:
         state = self.state
@@ -263,12 +290,20 @@ class GraphStep:
             _copy(batch, captured.batch)
             state.times.mark("copy")
             seed_dropout(state, micro)
+            self._seed_blocks(captured.recomputing)
             pieces, figures = captured.passes[min(micro, 1)]
             self._run(pieces)
             total += figures
         self._run(captured.update)
         loss, *parts = total.unbind()
         return StepFigures(loss, captured.norm.clone(), dict(zip(captured.names, parts)))
+
+    def _seed_blocks(self, recomputing: list[tuple[torch.Generator, int]]) -> None:
+        """Where each block began to draw from the generator of the GPU, its own begins."""
+        if recomputing:
+            seed = torch.cuda.default_generators[self.stream.device.index].initial_seed()
+            for generator, place in recomputing:
+                generator.manual_seed(seed).set_offset(place)
 
     def _run(self, pieces: list[Piece]) -> None:
         for part, run in pieces:

@@ -11,6 +11,7 @@ from torch import Tensor
 from flexor.core.batch import SAMPLE_ID, SAMPLE_WEIGHT, VALID_STEPS, Batch
 from flexor.core.rng import Noise
 from flexor.monitor.meters import Meters
+from flexor.policies.nn.recompute import DROPOUT
 from flexor.policies.processing.pipeline import StepContext
 from flexor.train.checkpoint.state import TrainState
 
@@ -78,6 +79,7 @@ def seed_dropout(state: TrainState, micro: int) -> None:
     split = state.split
     first = state.engine.rank * split.share + micro * split.batch_size
     state.engine.seed_dropout(state.config.seed, state.step, first)
+    DROPOUT.begin_pass()
 
 
 def on_device(batch: Batch, device: torch.device) -> Batch:
