@@ -215,7 +215,10 @@ def test_two_hundred_steps_are_the_same_bits(small, precision, tmp_path, replays
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("precision", ["no", "fp16", "bf16"])
-@pytest.mark.parametrize("optimizer", [["sgd", "--optimizer.momentum=0.9"], ["sgd"], ["adamw_8bit"]])
+@pytest.mark.parametrize(
+    "optimizer",
+    [["sgd", "--optimizer.momentum=0.9"], ["sgd"], ["adamw_8bit", "--policy.dim_feedforward=512"]],
+)
 @pytest.mark.parametrize("small", ["act"], indirect=True)
 def test_other_optimizers_are_captured(optimizer, precision, small, tmp_path, replays):
     """A run that goes on eagerly, and one that goes on as a graph, are the uninterrupted eager one."""
@@ -245,7 +248,10 @@ def test_other_optimizers_are_captured(optimizer, precision, small, tmp_path, re
 )
 @pytest.mark.parametrize("small", ["act", "diffusion", "smolvla"], indirect=True)
 def test_recomputed_blocks_are_captured(more, small, tmp_path, replays):
-    """ACT has dropout. A run that goes on without recomputing, and as a graph, is the uninterrupted eager one."""
+    """ACT has dropout. In float32, a run without recomputing is the same, as a graph and where one is resumed so.
+
+    In bf16 it has copies of the weights, and another kernel for them.
+    """
     data, policy = small
     flags = [f"--steps={STEPS}", "--save_freq=4", *more]
     eager, graph = (
@@ -254,6 +260,8 @@ def test_recomputed_blocks_are_captured(more, small, tmp_path, replays):
     )
     assert replays == list(range(WARM_UP, STEPS))
     assert_same(eager, graph)
+    if "--precision=bf16" in more:
+        return
     plain = train(data, tmp_path / "plain", policy, "--step=graph", *flags)
     assert_same(eager, plain)
     cut = runs.cut_back(graph, tmp_path / "cut", 4)
