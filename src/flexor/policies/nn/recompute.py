@@ -17,9 +17,8 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-Places = list[
-    tuple[int, int]
-]  # of blocks: in the numbers of the GPU's generator, before and after the forward pass
+# Of blocks: in the numbers of the GPU's generator, before and after the forward pass.
+Places = list[tuple[int, int]]
 
 
 def recompute(block: nn.Module) -> None:
