@@ -58,6 +58,7 @@ def main() -> None:
         "--steps", nargs="+", metavar="POLICY", help="measure the step of these policies instead"
     )
     parser.add_argument("--flags", nargs="+", default=[], help="with --steps: settings of all of them")
+    parser.add_argument("--step", nargs="+", choices=("eager", "graph"), default=["eager", "graph"])
     parser.add_argument("--ways", nargs="+", choices=WAYS, default=[*WAYS])
     parser.add_argument("--json", action="store_true")
     options = parser.parse_args()
@@ -100,7 +101,7 @@ def measure_steps(options: Any) -> None:
         flags = [f"--policy.type={policy}", "--batch_size=8", *options.flags]
         for way in options.ways:
             count, backend = WAYS[way]
-            for step in ("eager", "graph"):
+            for step in options.step:
                 ranks = start(count, [backend, f"--step={step}", *flags])
                 result = max(ranks, key=lambda rank: rank["step_ms"])
                 rows.append({"policy": policy, "way": way, "step": step, **result})
