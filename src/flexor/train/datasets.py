@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 
 from flexor.config.schema import TrainConfig
-from flexor.core.errors import ConfigError, DatasetError
+from flexor.core.errors import ConfigError
 from flexor.data.dataset import Dataset, open_dataset
 from flexor.data.format.episode_list import checked_episodes
 from flexor.data.mixture.entries import entries_of, parse_episode_weights
@@ -16,7 +16,6 @@ from flexor.data.mixture.mixed import Member, MixedDataset, join_datasets
 from flexor.data.mixture.sample_weights import with_weights
 from flexor.data.settings import DatasetConfig, DatasetEntry, parse_image_size
 from flexor.sim.record import BUILTIN, builtin_dataset
-from flexor.train.ranks.processes import Processes
 
 
 def build_datasets(config: DatasetConfig) -> tuple[Dataset, Dataset | None]:
@@ -71,18 +70,6 @@ def weigh_samples(config: TrainConfig, dataset: Dataset) -> Dataset:
     chunk = getattr(config.policy, "chunk_size", len(config.policy.action_deltas))
     paths = [entry.weights_path for entry in entries_of(config.dataset)]
     return with_weights(dataset, config.sample_weighting, chunk, paths)
-
-
-def check_same_episodes(dataset: Dataset, processes: Processes) -> None:
-    """All ranks must skip the same episodes. Each rank reads the dataset itself, perhaps from its own disk."""
-    skipped = processes.gather(sorted(dataset.skipped))
-    other = next((rank for rank, episodes in enumerate(skipped) if episodes != skipped[0]), None)
-    if other is not None:
-        differing = sorted({*skipped[0]} ^ {*skipped[other]})
-        raise DatasetError(
-            f"{dataset.repo_id}: only one of the ranks 0 and {other} can read the episodes {differing}. Copy the same "
-            "dataset files to all nodes, or exclude these episodes with --dataset.exclude_episodes."
-        )
 
 
 def split_episodes(dataset: Dataset, share: float) -> tuple[list[int], list[int]]:

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from flexor.config.parse import flatten
 from flexor.config.schema import TrainConfig
 from flexor.core.errors import UNWRITABLE, ConfigError, FlexorError
 from flexor.core.log import log, log_file, set_rank
@@ -33,10 +34,16 @@ from flexor.train.checkpoint.run_record import describe_dataset, describe_machin
 from flexor.train.checkpoint.saver import Saver
 from flexor.train.checkpoint.state import TrainState, seed_rng
 from flexor.train.compile import CompileTime
-from flexor.train.datasets import build_datasets, check_same_episodes, weigh_samples
+from flexor.train.datasets import build_datasets, weigh_samples
 from flexor.train.engine.base import Engine, check_devices, pick_device
 from flexor.train.graph import GraphStep
 from flexor.train.hub.background import Pusher
+from flexor.train.ranks.agreement import (
+    check_same_dataset,
+    check_same_files,
+    check_same_program,
+    check_same_settings,
+)
 from flexor.train.ranks.processes import Processes, find_processes
 from flexor.train.ranks.split import Split
 from flexor.train.ranks.watchdog import Watchdog
@@ -92,8 +99,10 @@ def _take_part(
     device = pick_device(config.policy.device, processes)
     if processes.world_size > 1 or config.parallel.strategy in ("fsdp", "hsdp"):
         processes.join(device, config.parallel.timeout_s, config.parallel.backend)
+        check_same_program(processes)
     place = (processes.rank, processes.world_size, processes.host)
     with Watchdog(*place, processes.store, config.parallel.timeout_s) as watchdog:
+        check_same_settings(processes, flatten(config.to_saved()))
         check_devices(processes, device, config.parallel.backend)
         config, started = resolve_for_machine(config, resume, processes, device)
         assert config.output_dir is not None
@@ -137,7 +146,7 @@ def _open_data(config: TrainConfig, processes: Processes, resuming: bool) -> tup
         mention_rename_map(config)
     with processes.main_first():  # one process per host downloads or records
         training, held_out = build_datasets(config.dataset)
-    check_same_episodes(training, processes)
+    check_same_dataset(processes, training)
     return training, held_out
 
 
@@ -154,6 +163,7 @@ def _build(
     state = build_state(config, training, engine, split, resuming=newest is not None)
     with engine.processes.main_first():  # one process per host reads the files, the others what it remembers
         state.identity = identify(training)
+    check_same_files(engine.processes, state.identity)
     seed_rng(config.seed, engine.rank)
     if newest is not None:
         check_same_run(newest, state)

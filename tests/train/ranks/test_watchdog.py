@@ -154,7 +154,7 @@ def test_ranks_that_hang_in_the_same_place_all_say_their_stacks(plays):
     both = "rank 0 on host-0, rank 1 on host-1 have made no progress"
     assert both in outputs[0]
     # on a busy machine, rank 0 may have ended long before, and its store with it
-    assert both in outputs[1] or "hosted by rank 0 or its launcher, has not answered" in outputs[1]
+    assert both in outputs[1] or "hosted by rank 0 on host-0 or its launcher, has not answered" in outputs[1]
     for rank in range(2):
         assert "in hang_in_backward" in outputs[rank]
 
@@ -178,7 +178,7 @@ def freeze_0(watchdog: Watchdog) -> None:
 def test_a_frozen_rank_is_named_by_those_who_wait(plays):
     (output, _) = plays[freeze_1].end(HUNG, None)
     assert re.search(
-        r"rank 1 on host-1 has sent no heartbeat for \d+ s: dead or frozen, last seen at step 0, backward",
+        r"rank 1 on host-1 has sent no heartbeat for \d+ s: dead, frozen or cut off, last seen at step 0, backward",
         output,
     )
     assert "in all_reduce" in output
@@ -187,7 +187,7 @@ def test_a_frozen_rank_is_named_by_those_who_wait(plays):
 def test_a_store_that_is_frozen_does_not_freeze_the_watchdog(plays):
     (_, output) = plays[freeze_0].end(None, HUNG)
     assert (
-        "The torch.distributed store of this run, hosted by rank 0 or its launcher, has not answered for"
+        "The torch.distributed store of this run, hosted by rank 0 on host-0 or its launcher, has not answered for"
         in output
     )
     assert "This is rank 1 on host-1, at step 1, backward" in output
@@ -232,7 +232,7 @@ def test_a_dead_rank_is_named_by_those_whose_collective_fails(plays):
 def test_a_dead_rank_0_that_kept_the_store(plays):
     (_, output) = plays[die_0].end(KILLED, HUNG)
     assert (
-        "The torch.distributed store of this run, hosted by rank 0 or its launcher, has not answered for"
+        "The torch.distributed store of this run, hosted by rank 0 on host-0 or its launcher, has not answered for"
         in output
     )
 

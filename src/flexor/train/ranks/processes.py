@@ -23,6 +23,7 @@ import torch.distributed as dist
 
 from flexor.core.console import print_error
 from flexor.core.errors import ConfigError, FlexorError
+from flexor.train.ranks.gloo_interface import choose_interface, describe_name
 
 T = TypeVar("T")
 FOREVER = timedelta(days=30)
@@ -42,6 +43,7 @@ class Processes:
     run_id: str | None = None  # the same for all ranks, and after a restart
     restarts: int = 0
     host: str = field(default_factory=socket.gethostname)
+    hosts: list[str] = field(default_factory=list)  # of all ranks
     control: Any = None  # the process group for everything but gradients
 
     @property
@@ -74,16 +76,25 @@ class Processes:
                 self._rendezvous(timedelta(seconds=timeout_s)) if self.world_size > 1 else dist.HashStore()
             )
             size = self.world_size
+            if self.local_world_size < size:
+                choose_interface(self.rank, size, store)
             dist.init_process_group(backend, store=store, rank=self.rank, world_size=size, timeout=timeout)
+            control = dist.new_group(backend="gloo", timeout=timeout)
         except (RuntimeError, ValueError) as error:
-            where = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
-            raise FlexorError(
-                f"Rank {self.rank} on {self.host} can't connect to the other {self.world_size - 1} processes at "
-                f"{where}: {error}. Check that all of them are started and that this host can reach that address."
-            ) from error
-        self.control = dist.new_group(backend="gloo", timeout=FOREVER)
+            raise FlexorError(self._not_connected(str(error).rstrip("."))) from error
+        dist.distributed_c10d._set_pg_timeout(FOREVER, control)  # connecting has a limit
+        self.control = control
+        self.hosts = self.gather(self.host)
         # torchrun counts restarts host by host, and only where a process failed
         self.restarts = max(self.gather(self.restarts))
+
+    def _not_connected(self, reason: str) -> str:
+        host, port = (str(os.environ.get(name)) for name in ("MASTER_ADDR", "MASTER_PORT"))
+        return (
+            f"Rank {self.rank} on {self.host} can't connect to the other {self.world_size - 1} processes at "
+            f"{host}:{port}: {reason}. {describe_name(host)}Check that all of them are started and that this host can "
+            "reach that address."
+        )
 
     def _rendezvous(self, timeout: timedelta) -> dist.Store:
         """A store for the processes of this start only.

@@ -180,16 +180,18 @@ class Watchdog:
             return [first.rank], f"{_name(first)} has ended at {_place(first)}: {first.ended}"
         answered = self._heartbeats.answered
         if self._now - answered > silent_s:
+            host = "this host" if self.rank == 0 else self._heartbeats.peers[0].host
             return [0], (
-                "The torch.distributed store of this run, hosted by rank 0 or its launcher, has not answered for "
-                f"{self._now - answered:.0f} s: that process is dead or frozen, or its host is down."
+                f"The torch.distributed store of this run, hosted by rank 0 on {host} or its launcher, has not "
+                f"answered for {self._now - answered:.0f} s: that process is dead or frozen, or its host is "
+                "down or cut off."
             )
         # up to the last answer of the store: it has not sent later heartbeats
         silent = [peer for peer in peers if peer.ended is None and peer.silence(answered) > silent_s]
         if silent:
             return [peer.rank for peer in silent], (
-                f"{_names(silent)} {_have(silent)} sent no heartbeat for {silent[0].silence(answered):.0f} s: dead "
-                f"or frozen, last seen at {_place(silent[0])}."
+                f"{_names(silent)} {_have(silent)} sent no heartbeat for {silent[0].silence(answered):.0f} s: dead, "
+                f"frozen or cut off, last seen at {_place(silent[0])}."
             )
         return None
 
