@@ -103,8 +103,8 @@ def check_same_dataset(processes: Processes, dataset: Dataset) -> None:
 def check_same_files(processes: Processes, identity: DataIdentity) -> None:
     """The contents of the files, where no rank reads them over a network."""
     summaries = processes.gather(identity.summary())
-    known = [{kind: digest for kind, digest in summary.items() if digest} for summary in summaries]
-    other = next((rank for rank, each in enumerate(known) if _contradict(each, known[0])), None)
+    digests = [{kind: digest for kind, digest in summary.items() if digest} for summary in summaries]
+    other = next((rank for rank, each in enumerate(digests) if _contradict(each, digests[0])), None)
     if other is None:
         return
     ranks = processes.gather(identity.to_json() if processes.rank in (0, other) else None)
