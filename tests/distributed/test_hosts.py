@@ -31,6 +31,7 @@ from support.hosts import Host
 from support.limits import wait_for
 from support.samples import write_lowdim
 
+pytest.importorskip("accelerate")
 pytestmark = pytest.mark.ranks(waits=True)
 
 STEPS, SAVED, PAUSE = 8, 4, 6
