@@ -174,13 +174,17 @@ def test_a_large_tensor_has_a_launch_of_its_own():
 
 @pytest.mark.gpu
 def test_the_layout_of_weights_does_not_change_the_values():
+    """But for rounding: kernels of two layouts may round a product and a sum once, or each of them."""
     contiguous, permuted = (Tensors(torch.float32, "cuda", True) for _ in range(2))
     contiguous.weights = [weight.contiguous() for weight in contiguous.weights]
     for number in range(3):
         for tensors in (contiguous, permuted):
             step(number, tensors, None, None, laid_out)
-    for left, right in zip(contiguous.all(), permuted.all()):
-        assert torch.equal(left, right)
+    for left, right in zip(contiguous.weights, permuted.weights):
+        torch.testing.assert_close(left, right, atol=3e-6, rtol=3e-6)
+    for left, right in zip(contiguous.state[:2], permuted.state[:2]):
+        differ = torch.cat([(a.int() - b.int()).abs().flatten() for a, b in zip(left, right)])
+        assert differ.max() <= 1 and differ.float().mean() < 1e-3
 
 
 def laid_out(weights: list[Tensor], gradients: list[Tensor], *more) -> None:

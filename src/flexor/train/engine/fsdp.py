@@ -177,14 +177,17 @@ class ShardedEngine(Engine):
         gradients = self.gradients()
         shards = [local(grad) for grad in gradients if is_sharded(grad)]
         replicated = [grad for grad in gradients if not is_sharded(grad)]
-        squared = squared_norm(shards).to(self.device)
+        squared = self._squared_norm(shards)
         dist.all_reduce(squared, group=self.mesh.get_group(self.mesh.ndim - 1))
-        norm = (squared + squared_norm(replicated).to(self.device)).sqrt()
+        norm = (squared + self._squared_norm(replicated)).sqrt()
         factor = (limit / (norm + 1e-6)).clamp(max=1.0)  # as torch clips
         for grads in (shards, replicated):
             if limit > 0 and grads:
                 torch._foreach_mul_(grads, factor.to(grads[0].device))
         return norm
+
+    def _squared_norm(self, tensors: list[Tensor]) -> Tensor:
+        return squared_norm(tensors).to(self.device) if tensors else torch.zeros((), device=self.device)
 
     def step(self, optimizer: torch.optim.Optimizer) -> None:
         with local_shards(optimizer):
@@ -199,8 +202,7 @@ class ShardedEngine(Engine):
 
 def squared_norm(tensors: list[Tensor]) -> Tensor:
     """The square of the norm of all of them, in float32: of bfloat16 gradients, too."""
-    norms = torch._foreach_norm(tensors, 2, dtype=torch.float32) if tensors else [torch.zeros(())]
-    return torch.stack(list(norms)).square().sum()
+    return torch.stack(list(torch._foreach_norm(tensors, 2, dtype=torch.float32))).square().sum()
 
 
 @contextlib.contextmanager
