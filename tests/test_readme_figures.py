@@ -76,3 +76,21 @@ def test_many_gpus():
             "run benchmarks/many_gpus.py again"
         )
     assert all(case["graph"] for case in results["cases"])
+
+
+def test_steps_of_ranks():
+    rows = json.loads(newest("ranks_step*.json"))["rows"]
+    ms = {(row["policy"], row["way"], row["step"]): row["step_ms"] for row in rows}
+    page = (ROOT / "docs/multi_gpu.md").read_text()
+    for policy, name in (
+        ("act", "ACT"),
+        ("diffusion", "Diffusion"),
+        ("smolvla", "SmolVLA, the action expert"),
+    ):
+        alone, graph, eager = (
+            ms[policy, way, step]
+            for way, step in (("one process", "graph"), ("1 over NCCL", "graph"), ("1 over NCCL", "eager"))
+        )
+        assert f"| {name} | {alone:.1f} | {graph:.1f} | {graph / alone:.2f} | {eager:.1f} |" in page
+    graph, eager = (round(ms["act", "2 over gloo", step]) for step in ("graph", "eager"))
+    assert re.search(rf"need {graph} ms for\sa step of ACT as two graphs, and {eager} ms eager", page)
