@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from flexor.core.batch import SAMPLE_ID, VALID_STEPS, Batch
+from flexor.core.batch import ACTION, SAMPLE_ID, VALID_STEPS, Batch
 from flexor.core.rng import Noise, NoiseSource
 from flexor.core.tensors import local
 from flexor.data.dataset import Dataset
@@ -67,7 +67,8 @@ def held_out_loss(state: TrainState, dataset: Dataset, max_samples: int = 0) -> 
     if max_samples and len(rows) > max_samples:
         rows = rows[np.linspace(0, len(rows) - 1, max_samples).astype(int)]
     cameras, deltas = sample_of(config.policy, config.rename_map)
-    valid = valid_steps(dataset, rows, deltas)  # over all rows, or the loss would depend on the batch size
+    # over all rows, or the loss would depend on the batch size
+    valid = valid_steps(dataset, rows[None], deltas)[0] if ACTION in deltas else None
     total = torch.zeros((), device=engine.device)
     size = state.split.batch_size
     with exported_weights(state):

@@ -8,7 +8,7 @@ import torch
 
 from flexor.core.batch import ACTION, SAMPLE_ID, VALID_STEPS
 from flexor.data.dataset import open_dataset
-from flexor.data.loader.loader import PREFETCH_STEPS, Loader, sample_rows, to_tensors
+from flexor.data.loader.loader import PREFETCH_GROUPS, Loader, sample_rows, to_tensors
 
 DELTAS = {ACTION: range(4)}
 
@@ -127,8 +127,10 @@ def test_reading_ahead_is_bounded(opened, monkeypatch):
     monkeypatch.setattr(
         type(opened), "read", lambda self, rows, *more: reads.append(rows) or original(self, rows, *more)
     )
-    steps = loader(opened, num_workers=2, accumulation=1).steps(0, 10_000)
+    bounded = loader(opened, num_workers=2, accumulation=1)
+    steps = bounded.steps(0, 10_000)
     for _ in range(10):
         next(steps)
     steps.close()
-    assert len(reads) <= 10 + PREFETCH_STEPS
+    grouped = len(bounded.steps_of(0))
+    assert sum(map(len, reads)) <= bounded.batch_size * grouped * (-(-10 // grouped) + PREFETCH_GROUPS)

@@ -13,7 +13,7 @@ from flexor.data.frames.gpu_cache import GPUFrameCache
 from flexor.data.frames.store import fill_cache
 from flexor.data.loader.loader import Loader
 from flexor.data.loader.open import open_loader
-from flexor.data.loader.step import Piece, Step
+from flexor.data.loader.step import Piece, StepGroup
 from flexor.data.loader.step_frames import FrameFinder
 from flexor.data.loader.to_gpu import Stager
 from flexor.data.settings import CacheConfig, DatasetConfig
@@ -100,8 +100,10 @@ def test_a_frame_is_staged_once_however_often_it_is_read(root, tier):
     store = loader.dataset.store
     fill_cache(store, [TOP, WRIST], np.arange(3, 20), 1)
     ids = np.array([[3, 5, 6], [3, 3, 4], [6, 8, 9]])
-    _, (shots,) = FrameFinder(store, "raise", Counter()).find(Step(0, np.arange(3), {TOP: ids}, [None] * 3))
-    staged, jobs = Stager(store, None, jobs=4).stage(shots, np.arange(3))
+    _, (shots,) = FrameFinder(store, "raise", Counter()).find(
+        StepGroup(0, range(1), np.arange(3), {TOP: ids}, [None] * 3)
+    )
+    (staged,), jobs = Stager(store, None, jobs=4).stage(shots, 3)
     for job in jobs:
         job()
     assert shots.all_cached
@@ -117,7 +119,9 @@ def test_samples_that_replace_bad_ones_bring_their_own_frames(root, tmp_path):
     overwrite_packets(video, range(5, 8))
 
     store, counters = open_dataset(root=copy).store, Counter()
-    step = Step(0, np.arange(3), {TOP: np.array([[0], [6], [30]])}, [None] * 3, waits=[Piece({}, {}, 0)])
+    step = StepGroup(
+        0, range(1), np.arange(3), {TOP: np.array([[0], [6], [30]])}, [None] * 3, waits=[Piece({}, {}, 0)]
+    )
     order, (shots,) = FrameFinder(store, "skip", counters).find(step)
     assert order.tolist() == [0, 2, 2] and counters["skipped_samples"] == 1
     planes = torch.stack([torch.as_tensor(shots.planes(store, i, 0)) for i in range(3)])

@@ -1,4 +1,4 @@
-"""Assembles a step's frames and rows into batches, on the CPU or for a GPU.
+"""Assembles the frames and rows of steps into batches, on the CPU or for a GPU.
 
 On the CPU, frames are already RGB, or the prefetch threads convert them here. For a GPU, planes are copied into
 pinned memory, transferred on a separate stream, and converted to RGB on the GPU (see `to_gpu.py`).
@@ -20,7 +20,7 @@ from flexor.core.batch import SAMPLE_WEIGHT, VALID_STEPS, Batch
 from flexor.data.dataset import Dataset
 from flexor.data.frames.slots import Buffers
 from flexor.data.loader.packed import Packed, pack
-from flexor.data.loader.step import Step
+from flexor.data.loader.step import StepGroup
 from flexor.data.loader.step_frames import FrameFinder, StepFrames
 from flexor.data.loader.to_gpu import Job, Staged, Stager
 from flexor.data.loader.work_time import work_clock
@@ -47,24 +47,24 @@ class HeldBack:
 
 
 class Batcher:
-    """Builds the micro-batches of a step. The jobs may run in several threads at once."""
+    """Builds the micro-batches of a group of steps. The jobs may run in several threads at once."""
 
     def __init__(
         self,
         dataset: Dataset,
         deltas: Mapping[str, Sequence[int]],
         *,
-        accumulation: int,
+        batch_size: int,
         device: torch.device | None,
         host_steps: HostSteps | None = None,
         on_bad_frame: str,
         jobs: int,
         counters: Counter[str],
-        valid_steps: Callable[[int], float | None],
+        valid_steps: Callable[[range], list[float] | None],
         weight_scale: Callable[[int], float],
     ):
         self.dataset, self.deltas = dataset, dict(deltas)
-        self.accumulation, self.device, self.jobs = accumulation, device, max(1, jobs)
+        self.batch_size, self.device, self.jobs = batch_size, device, max(1, jobs)
         self.host_steps = host_steps
         self.valid_steps, self.weight_scale = valid_steps, weight_scale
         self.frame_finder = FrameFinder(dataset.store, on_bad_frame, counters)
@@ -74,30 +74,38 @@ class Batcher:
         planes = (cuda or device is None) and not (host_steps is not None and host_steps.uses_images)
         self.stager = Stager(dataset.store, self.stream, self.jobs) if planes else None
 
-    def start(self, step: Step) -> list[Job]:
-        """Jobs that fill in the images of a step."""
-        order, frames_of_cameras = self.frame_finder.find(step)
-        step.rows = step.rows[order]
-        jobs = [job for frames in frames_of_cameras for job in self._fill(step, frames)]
+    def start(self, group: StepGroup) -> list[Job]:
+        """Jobs that fill in the images of a group."""
+        order, frames_of_cameras = self.frame_finder.find(group)
+        group.rows = group.rows[order]
+        jobs = [job for frames in frames_of_cameras for job in self._fill(group, frames)]
         return jobs or [lambda: None]
 
-    def finish(self, step: Step) -> list[Batch]:
-        """The micro-batches, including images; for a GPU they still have to be transferred."""
-        batches = []
-        valid = self.valid_steps(step.number)
-        for number, rows in enumerate(step.rows.reshape(self.accumulation, -1)):
-            columns = self.dataset.read(rows, self.deltas, [])
-            if SAMPLE_WEIGHT in columns:
-                columns[SAMPLE_WEIGHT] *= np.float32(self.weight_scale(step.number))
-            batch = to_tensors(columns)
-            if valid is not None:
-                batch[VALID_STEPS] = valid
-            images = {camera: parts[number] for camera, parts in step.images.items()}
-            started = work_clock()
-            batch = self._process(batch, images, step.number)
-            step.processing = step.processing.plus(work_clock().since(started))
-            batches.append(batch if self.stream is None else packed(batch))
-        return batches
+    def finish(self, group: StepGroup) -> list[list[Batch]]:
+        """The micro-batches of each step, including images; for a GPU they still have to be transferred."""
+        columns = to_tensors(self.dataset.read(group.rows, self.deltas, []))
+        valid = self.valid_steps(group.steps)
+        batches = [
+            self._rest(group, columns, valid, number) for number in range(len(group.rows) // self.batch_size)
+        ]
+        accumulation = len(batches) // len(group.steps)
+        return [batches[first : first + accumulation] for first in range(0, len(batches), accumulation)]
+
+    def _rest(self, group: StepGroup, columns: Batch, valid: list[float] | None, number: int) -> Batch:
+        """A micro-batch of a group."""
+        rows = slice(number * self.batch_size, (number + 1) * self.batch_size)
+        place = rows.start * len(group.steps) // len(group.rows)
+        step = group.steps[place]
+        batch = {name: column[rows] for name, column in columns.items()}
+        if SAMPLE_WEIGHT in batch:
+            batch[SAMPLE_WEIGHT] = batch[SAMPLE_WEIGHT] * np.float32(self.weight_scale(step))
+        if valid is not None:
+            batch[VALID_STEPS] = valid[place]
+        images = {camera: parts[number] for camera, parts in group.images.items()}
+        started = work_clock()
+        batch = self._process(batch, images, step)
+        group.processing = group.processing.plus(work_clock().since(started))
+        return batch if self.stream is None else packed(batch)
 
     def _process(self, batch: Batch, images: Mapping[str, Any], step: int) -> Batch:
         """The batch with its images, after the host steps."""
@@ -127,26 +135,23 @@ class Batcher:
                 value.record_stream(current)  # otherwise its memory could be reused while training reads it
         return moved
 
-    def _fill(self, step: Step, frames: StepFrames) -> list[Job]:
-        camera, samples = frames.camera, np.arange(len(frames.ids))
+    def _fill(self, group: StepGroup, frames: StepFrames) -> list[Job]:
         if self.stager is None:
-            return self._fill_on_cpu(step, frames, samples)
-        step.images[camera], jobs = [], []
-        for part in samples.reshape(self.accumulation, -1):
-            staged, copies = self.stager.stage(frames, part)
-            if camera not in self.deltas:
+            return self._fill_on_cpu(group, frames, np.arange(len(frames.ids)))
+        images, jobs = self.stager.stage(frames, self.batch_size)
+        if frames.camera not in self.deltas:
+            for staged in images:
                 staged.index = staged.index[:, 0]
-            step.images[camera].append(staged)
-            jobs += copies
+        group.images[frames.camera] = [*images]
         return jobs
 
-    def _fill_on_cpu(self, step: Step, frames: StepFrames, samples: np.ndarray) -> list[Job]:
+    def _fill_on_cpu(self, group: StepGroup, frames: StepFrames, samples: np.ndarray) -> list[Job]:
         format = self.dataset.store.format(frames.camera)
         shape = (*frames.ids.shape, format.height, format.width, format.channels)
         pixels = self.buffers.take(shape, format.dtype)
         images = torch.from_numpy(pixels).movedim(-1, -3)  # [b, T, C, H, W]
         images = images if frames.camera in self.deltas else images[:, 0]
-        step.images[frames.camera] = list(images.chunk(self.accumulation))
+        group.images[frames.camera] = list(images.split(self.batch_size))
         parts = np.array_split(samples, min(self.jobs, len(samples)))
         convert = [partial(self._convert, frames, part, pixels) for part in parts]
         return [partial(self.dataset.store.retry_if_truncated, frames.camera, job) for job in convert]

@@ -11,6 +11,8 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass
+from functools import cached_property
+from itertools import chain
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -34,7 +36,10 @@ __all__ = ["Loader", "sample_rows", "to_tensors", "valid_steps", "weight_scale"]
 
 PROBLEMS = ("bad_frames", "skipped_samples", "substituted_samples")
 PREFETCH_BYTES = 256 << 20  # limit for assembled batches that wait; one is always allowed
-PREFETCH_STEPS = 8
+PREFETCH_GROUPS = 8
+GROUP_SAMPLES = 64  # of steps that are handled together
+GROUP_BYTES = 64 << 20  # of their images
+AHEAD_STEPS = 64  # planned ahead, if the pool has room
 DEFAULT_POOL = 1 << 30
 WEIGHT_EPSILON = 1e-6  # LeRobot's, added to a sum of weights
 KEPT_POOLS = 4  # per sample of a batch: there is at most one lane per sample, with one pool in use
@@ -113,6 +118,7 @@ class Loader(StepPlanner):
         self._reported: Counter[str] = Counter()  # what `work` has reported
         self._syncing: threading.Thread | None = None
         self._pools: dict[tuple, PoolFrames] = {}
+        self._steps = range(0)  # that are iterated over
 
     @property
     def global_batch(self) -> int:
@@ -121,10 +127,11 @@ class Loader(StepPlanner):
     def steps(self, start: int, stop: int) -> Iterator[list[Batch]]:
         """The micro-batches of optimizer steps start ... stop - 1, prefetched by threads."""
         self.pool = Pool(self.pool_bytes, self.device if self.decoded_on_gpu else None)
+        self._steps, grouped = range(start, stop), self._grouped
         batcher = Batcher(
             self.dataset,
             self.deltas,
-            accumulation=self.accumulation,
+            batch_size=self.batch_size,
             device=self.device,
             host_steps=self.host_steps,
             on_bad_frame=self.on_bad_frame,
@@ -133,18 +140,20 @@ class Loader(StepPlanner):
             valid_steps=self._valid_steps,
             weight_scale=self._weight_scale,
         )
-        feed: Prefetcher[list[Batch]] = Prefetcher(
+        feed: Prefetcher[list[list[Batch]]] = Prefetcher(
             self,
             self.dataset.store,
             self.pool,
             batcher.start,
             batcher.finish,
             threads=self.num_workers,
-            prefetch=self._prefetch(),
+            prefetch=prefetched_groups(grouped * self._step_bytes),
+            ahead=max(2, AHEAD_STEPS // grouped),
             counters=self._counters,
         )
-        with closing(feed.steps(start, stop)) as steps:  # its threads end when this iterator is closed
-            for batches in steps:
+        numbers = start // grouped, -(-stop // grouped)
+        with closing(feed.groups(*numbers)) as groups:  # its threads end when this iterator is closed
+            for batches in chain.from_iterable(groups):
                 self._counters["delivered"] += self.frames_per_sample * self.batch_size * self.accumulation
                 if self.before_copy is not None:
                     self.before_copy()
@@ -222,12 +231,23 @@ class Loader(StepPlanner):
             "convert_s": count["convert_us"] / 1e6,
         }
 
-    # What each step reads (see `StepPlanner`).
+    # What each group of steps reads (see `StepPlanner`).
 
-    def plan(self, step: int) -> tuple[np.ndarray, dict[str, np.ndarray], list[tuple | None]]:
-        share = self.batch_size * self.accumulation
-        selection = self.order.select(step * self.global_batch, self.global_batch)
-        selection = selection[self.rank * share : (self.rank + 1) * share]
+    @property
+    def _grouped(self) -> int:
+        """Steps of a group."""
+        return steps_of_group(self.batch_size * self.accumulation, self._step_bytes)
+
+    def steps_of(self, number: int) -> range:
+        first, grouped = number * self._grouped, self._grouped
+        return range(max(self._steps.start, first), min(self._steps.stop, first + grouped))
+
+    def plan(self, number: int) -> tuple[np.ndarray, dict[str, np.ndarray], list[tuple | None]]:
+        share, total = self.batch_size * self.accumulation, self.global_batch
+        mine = slice(self.rank * share, (self.rank + 1) * share)
+        selection = Selection.join(
+            [self.order.select(step * total, total)[mine] for step in self.steps_of(number)]
+        )
         rows = self.rows[selection.sample]
         return rows, self._frames(rows), self._units(selection)
 
@@ -240,11 +260,11 @@ class Loader(StepPlanner):
         self._look_up_pools({key[:3] for key in units if key is not None})
         return units
 
-    def unit(self, key: tuple, step: int) -> RemainingUnit:
+    def unit(self, key: tuple, number: int) -> RemainingUnit:
         plan = self._pools[key[:3]]
         remaining = plan.of(key[3])
-        remaining = remaining[plan.position[remaining] >= step * self.global_batch]
-        last = int(plan.position[remaining].max()) // self.global_batch
+        remaining = remaining[plan.position[remaining] >= self.steps_of(number).start * self.global_batch]
+        last = int(plan.position[remaining].max()) // (self.global_batch * self._grouped)
         return RemainingUnit({camera: frames[remaining] for camera, frames in plan.frames.items()}, last)
 
     def _look_up_pools(self, needed: set[tuple]) -> None:
@@ -272,24 +292,41 @@ class Loader(StepPlanner):
             frames[camera] = window + offset
         return frames
 
-    def _valid_steps(self, step: int) -> float | None:
-        samples = self.order.samples(step * self.global_batch, self.global_batch)
-        return valid_steps(self.dataset, self.rows[samples], self.deltas)
+    def _rows_of(self, steps: range) -> np.ndarray:
+        """The rows of all ranks, [steps, global batch]; in no particular order within a step."""
+        samples = self.order.samples(steps.start * self.global_batch, len(steps) * self.global_batch)
+        return self.rows[samples].reshape(len(steps), -1)
+
+    def _valid_steps(self, steps: range) -> list[float] | None:
+        if ACTION not in self.deltas:
+            return None
+        return valid_steps(self.dataset, self._rows_of(steps), self.deltas)
 
     def _weight_scale(self, step: int) -> float:
-        samples = self.order.samples(step * self.global_batch, self.global_batch)
-        return weight_scale(self.dataset.columns[SAMPLE_WEIGHT][self.rows[samples]])
+        rows = self._rows_of(range(step, step + 1))
+        return weight_scale(self.dataset.columns[SAMPLE_WEIGHT][rows])
 
     @property
     def frames_per_sample(self) -> int:
         """Images of all cameras."""
         return sum(len(self.deltas.get(camera, [0])) for camera in self.cameras)
 
-    def _prefetch(self) -> int:
+    @cached_property
+    def _step_bytes(self) -> int:
+        """Of a step's images as RGB, at least 1."""
         formats = [(self.dataset.store.format(c), len(self.deltas.get(c, [0]))) for c in self.cameras]
         pictures = sum(f.height * f.width * f.channels * steps for f, steps in formats)
-        step = max(1, pictures * self.batch_size * self.accumulation)
-        return max(1, min(PREFETCH_STEPS, PREFETCH_BYTES // step))
+        return max(1, pictures * self.batch_size * self.accumulation)
+
+
+def steps_of_group(samples: int, nbytes: int) -> int:
+    """How many steps are handled together, if each has this many samples, with this many bytes of images."""
+    return max(1, min(GROUP_SAMPLES // samples, GROUP_BYTES // nbytes))
+
+
+def prefetched_groups(nbytes: int) -> int:
+    """How many groups of steps may wait for the loop, if each has this many bytes of images."""
+    return max(1, min(PREFETCH_GROUPS, PREFETCH_BYTES // nbytes))
 
 
 def weight_scale(weights: np.ndarray) -> float:
@@ -298,15 +335,14 @@ def weight_scale(weights: np.ndarray) -> float:
     return len(weights) / (float(weights.sum(dtype=np.float64)) + WEIGHT_EPSILON)
 
 
-def valid_steps(dataset: Dataset, rows: np.ndarray, deltas: Mapping[str, Sequence[int]]) -> float | None:
-    """Mean number of unpadded actions per sample over all rows that make up one loss."""
-    if ACTION not in deltas:
-        return None
+def valid_steps(dataset: Dataset, rows: np.ndarray, deltas: Mapping[str, Sequence[int]]) -> list[float]:
+    """Mean number of unpadded actions per sample, for each of several losses: `rows` [losses, samples]."""
     episodes, episode = dataset.episodes, dataset.episode_of(rows)
     steps = np.sort(np.asarray(deltas[ACTION], np.int64))
     before_end = np.searchsorted(steps, episodes.end[episode] - rows)
     before_start = np.searchsorted(steps, episodes.start[episode] - rows)
-    return float((before_end - before_start).mean())
+    means: list[float] = (before_end - before_start).mean(1).tolist()
+    return means
 
 
 def sample_rows(dataset: Dataset, drop_last_frames: int) -> np.ndarray:

@@ -1,9 +1,10 @@
-"""Prefetches the frames of each step: plans ahead, decodes each frame once, and releases it after use.
+"""Prefetches the frames of training steps: plans ahead, decodes each frame once, and releases it after use.
 
-A *piece* is the frames of one unit (see `order/decode_units.py`) while some of its samples are still to come. The
-feed runs ahead of the training loop. It decodes pieces in the order in which they are first needed, while the
-pool has room, and assembles steps one after the other. If a step's frames have no room although all earlier steps
-are done, it decodes only what it needs. So memory is limited to the pool plus one step, for any dataset.
+Small steps are handled in groups: a group costs the interpreter little more than a step. A *piece* is the frames of
+one unit (see `order/decode_units.py`) while some of its samples are still to come. The feed runs ahead of the training
+loop. It decodes pieces in the order in which they are first needed, while the pool has room, and assembles groups one
+after the other. If a group's frames have no room although all earlier groups are done, it decodes only what it needs.
+So memory is limited to the pool plus one group, for any dataset.
 """
 
 from __future__ import annotations
@@ -20,59 +21,62 @@ import numpy as np
 from flexor.core.errors import DatasetError, SourceError
 from flexor.data.frames.slots import Pool, Slot
 from flexor.data.frames.store import FrameStore
-from flexor.data.loader.step import Piece, Step, StepPlanner, T
+from flexor.data.loader.step import Piece, StepGroup, StepPlanner, T
 from flexor.data.loader.threads import ReaderThreads
 from flexor.data.loader.work_time import WorkClock, count_seconds, work_clock
 
-AHEAD = 64  # steps that are planned ahead, if the pool has room
-GROUP = 32  # approximate number of frames of all cameras that are decoded with one request
+FRAMES = 32  # approximate number of frames of all cameras that are decoded with one request
 
 
 class Prefetcher(Generic[T]):
-    """Runs the steps of a planner in threads."""
+    """Runs the groups of a planner in threads."""
 
     def __init__(
         self,
         planner: StepPlanner,
         store: FrameStore,
         pool: Pool,
-        assemble: Callable[[Step[T]], list[Callable[[], None]]],
-        finish: Callable[[Step[T]], T],
+        assemble: Callable[[StepGroup[T]], list[Callable[[], None]]],
+        finish: Callable[[StepGroup[T]], T],
         *,
         threads: int,
         prefetch: int,
+        ahead: int,
         counters: Counter[str],
     ):
-        """`assemble(step)` returns the jobs that fill a batch; `finish(step)` returns the batch after them."""
+        """`assemble(group)` returns the jobs that fill its batches; `finish(group)` returns the batches after them.
+        `prefetch`: groups that are assembled ahead of the loop; `ahead`: those planned, if the pool has room.
+        """
         self.planner, self.store, self.pool = planner, store, pool
         self.assemble, self.finish = assemble, finish
-        self.threads, self.prefetch, self.counters = threads, max(1, prefetch), counters
+        self.threads, self.prefetch, self.ahead = threads, max(1, prefetch), ahead
+        self.counters = counters
         self.pieces: dict[tuple, Piece] = {}
-        self.group: list[Piece] = []  # planned, to be decoded together
-        self.group_step = 0
+        self.request: list[Piece] = []  # planned, to be decoded together
+        self.request_group = 0
         self.pending_frames: dict[tuple[str, int], Piece] = {}  # frames that will be cached, by camera and id
-        self.planned: deque[Step[T]] = deque()
+        self.planned: deque[StepGroup[T]] = deque()
         self.outstanding: set[int] = set()
-        self.next_step = 0
+        self.next_group = 0
         self.closing = False
         self.failure: BaseException | None = None
         self.changed = threading.Condition(threading.RLock())
 
-    def steps(self, start: int, stop: int) -> Generator[T]:
-        self.next_step = start
+    def groups(self, start: int, stop: int) -> Generator[T]:
+        self.next_group = start
         self.reader_threads = ReaderThreads(self.threads, "loader")
-        steps: deque[Step[T]] = deque()
+        groups: deque[StepGroup[T]] = deque()
         planner_thread = None
         if self.threads:
             planner_thread = threading.Thread(
-                target=self._plan_steps, args=(start, stop, steps), name="loader-plan", daemon=True
+                target=self._plan_groups, args=(start, stop, groups), name="loader-plan", daemon=True
             )
             planner_thread.start()
         try:
             for number in range(start, stop):
                 if planner_thread is None:
-                    self._add(self._plan(number), steps)
-                yield self._take(steps)
+                    self._add(self._plan(number), groups)
+                yield self._take(groups)
         finally:
             with self.changed:
                 self.closing = True
@@ -81,51 +85,51 @@ class Prefetcher(Generic[T]):
             if planner_thread:
                 planner_thread.join()
 
-    def _take(self, steps: deque[Step[T]]) -> T:
+    def _take(self, groups: deque[StepGroup[T]]) -> T:
         with self.changed:
-            while not steps and self.failure is None:
+            while not groups and self.failure is None:
                 self.changed.wait()
-            if not steps:
+            if not groups:
                 assert self.failure is not None
                 raise self.failure
-            step = steps.popleft()
-        result = step.result.result()
+            group = groups.popleft()
+        result = group.result.result()
         with self.changed:
-            self.next_step = step.number + 1
+            self.next_group = group.number + 1
         self._advance()
         return result
 
-    def _plan_steps(self, start: int, stop: int, steps: deque[Step[T]]) -> None:
+    def _plan_groups(self, start: int, stop: int, groups: deque[StepGroup[T]]) -> None:
         try:
             for number in range(start, stop):
                 with self.changed:
-                    self.changed.wait_for(lambda: len(self.outstanding) < AHEAD or self.closing)
-                step = self._plan(number)
-                if step is None:
+                    self.changed.wait_for(lambda: len(self.outstanding) < self.ahead or self.closing)
+                group = self._plan(number)
+                if group is None:
                     return
-                self._add(step, steps)
+                self._add(group, groups)
         except BaseException as error:
             with self.changed:
                 self.failure = error
                 self.changed.notify_all()
 
-    def _add(self, step: Step[T] | None, steps: deque[Step[T]]) -> None:
-        assert step is not None
+    def _add(self, group: StepGroup[T] | None, groups: deque[StepGroup[T]]) -> None:
+        assert group is not None
         with self.changed:
-            for piece in {*step.pieces, *step.waits} - {None}:
+            for piece in {*group.pieces, *group.waits} - {None}:
                 if piece.pending:  # type: ignore[union-attr]
-                    piece.steps.append(step)  # type: ignore[union-attr]
-                    step.pending += 1
-            self.planned.append(step)
-            self.outstanding.add(step.number)
-            steps.append(step)
+                    piece.groups.append(group)  # type: ignore[union-attr]
+                    group.pending += 1
+            self.planned.append(group)
+            self.outstanding.add(group.number)
+            groups.append(group)
             self.changed.notify_all()
         self._advance()
 
-    # Planning: which frames a step needs, and where they will be.
+    # Planning: which frames a group needs, and where they will be.
 
-    def _plan(self, number: int) -> Step[T] | None:
-        """The step, with its pieces submitted for decoding; None if the feed closes in the meantime."""
+    def _plan(self, number: int) -> StepGroup[T] | None:
+        """The group, with its pieces submitted for decoding; None if the feed closes in the meantime."""
         rows, ids, units = self.planner.plan(number)
         cached = self._cached(ids, len(rows))
         pieces: list[Piece | None] = []
@@ -142,7 +146,7 @@ class Prefetcher(Generic[T]):
             pieces.append(piece)
         self._start()
         self.counters["cached"] += sum(cached) * sum(frames.shape[1] for frames in ids.values())
-        return Step(number, rows, ids, pieces, waits)
+        return StepGroup(number, self.planner.steps_of(number), rows, ids, pieces, waits)
 
     def _cached(self, ids: Mapping[str, np.ndarray], count: int) -> list[bool]:
         """Which samples have all their frames in a cache: they need no piece."""
@@ -151,35 +155,35 @@ class Prefetcher(Generic[T]):
             cached &= self.store.is_cached(camera, frames.ravel()).reshape(frames.shape).all(axis=1)
         return cached.tolist()
 
-    def _open_unit(self, key: tuple, step: int) -> Piece | None:
+    def _open_unit(self, key: tuple, group: int) -> Piece | None:
         """Start to decode a unit as soon as there is room for it; None if there will be none."""
-        remaining = self.planner.unit(key, step)
+        remaining = self.planner.unit(key, group)
         piece = self._piece(remaining.ids, remaining.last)
         if not self._reserve(piece):
             return None
         self.pieces[key] = piece
         for camera in self.store.caches:
             self.pending_frames |= dict.fromkeys(((camera, i) for i in piece.ids.get(camera, ())), piece)
-        self._submit(piece, step)
+        self._submit(piece, group)
         return piece
 
-    def _single_sample(self, ids: Mapping[str, np.ndarray], step: int, waits: list[Piece]) -> Piece | None:
+    def _single_sample(self, ids: Mapping[str, np.ndarray], group: int, waits: list[Piece]) -> Piece | None:
         """The frames of one sample that are neither cached nor about to be cached."""
         missing_ids = {}
         for camera, frames in ids.items():
             expected = [self.pending_frames.get((camera, frame)) for frame in frames.tolist()]
             waits += [piece for piece in expected if piece is not None]
             missing_ids[camera] = frames[[piece is None for piece in expected]]
-        piece = self._piece(missing_ids, step)
+        piece = self._piece(missing_ids, group)
         missing = sum(len(frames) for frames in piece.ids.values())
         if not missing:
             return None
         if not self._reserve(piece):
             if self.closing:
                 return None
-            self._take_slots(piece, force=True)  # this step needs them
+            self._take_slots(piece, force=True)  # this group needs them
         self.counters["misses"] += missing
-        self._submit(piece, step)
+        self._submit(piece, group)
         return piece
 
     def _piece(self, windows: Mapping[str, np.ndarray], last: int) -> Piece:
@@ -196,7 +200,7 @@ class Prefetcher(Generic[T]):
         with self.changed:
             while not self._take_slots(piece) and not self.closing:
                 self._start()  # other threads may be waiting for the pieces planned so far
-                if not self.outstanding:  # no earlier step will free room
+                if not self.outstanding:  # no earlier group will free room
                     return False
                 started = time.perf_counter()
                 self.changed.wait()
@@ -217,7 +221,7 @@ class Prefetcher(Generic[T]):
 
     # Decoding.
 
-    def _submit(self, piece: Piece, step: int) -> None:
+    def _submit(self, piece: Piece, group: int) -> None:
         """Submit a piece for decoding, together with some others: a request costs as much as several frames."""
         piece.pending = sum(len(frames) > 0 for frames in piece.ids.values())
         started = work_clock()
@@ -227,17 +231,17 @@ class Prefetcher(Generic[T]):
         if read:
             with self.changed:
                 count_seconds(self.counters, read_s=read)
-        self.group.append(piece)
-        self.group_step = step
-        if sum(len(frames) for piece in self.group for frames in piece.ids.values()) >= GROUP:
+        self.request.append(piece)
+        self.request_group = group
+        if sum(len(frames) for piece in self.request for frames in piece.ids.values()) >= FRAMES:
             self._start()
 
     def _start(self) -> None:
-        group, step, self.group = self.group, self.group_step, []
-        for camera in self.planner.cameras if group else ():
-            pieces = [piece for piece in group if len(piece.ids.get(camera, ()))]
+        request, group, self.request = self.request, self.request_group, []
+        for camera in self.planner.cameras if request else ():
+            pieces = [piece for piece in request if len(piece.ids.get(camera, ()))]
             if pieces:
-                self.reader_threads.submit((step, 1), partial(self._decode, pieces, camera))
+                self.reader_threads.submit((group, 1), partial(self._decode, pieces, camera))
 
     def _decode(self, pieces: list[Piece], camera: str) -> None:
         started = decoded = work_clock()
@@ -281,34 +285,34 @@ class Prefetcher(Generic[T]):
                 piece.bad[camera] = {f: reasons[f] for f in piece.ids[camera].tolist() if f in reasons}
                 piece.pending -= 1
                 if not piece.pending:
-                    for step in piece.steps:
-                        step.pending -= 1
-                    piece.steps.clear()  # and with them their batches
+                    for group in piece.groups:
+                        group.pending -= 1
+                    piece.groups.clear()  # and with them their batches
         self._advance()
 
-    # Assembling: in order, at most `prefetch` steps ahead of the loop.
+    # Assembling: in order, at most `prefetch` groups ahead of the loop.
 
     def _advance(self) -> None:
         with self.changed:
             due = []
-            for step in self.planned:
-                if step.number >= self.next_step + self.prefetch or step.pending:
+            for group in self.planned:
+                if group.number >= self.next_group + self.prefetch or group.pending:
                     break
-                due.append(step)
+                due.append(group)
             for _ in due:
                 self.planned.popleft()
-        for step in due:  # by a reader thread: the loop has other work to do
-            self.reader_threads.submit((step.number, 0), partial(self._assemble, step))
+        for group in due:  # by a reader thread: the loop has other work to do
+            self.reader_threads.submit((group.number, 0), partial(self._assemble, group))
 
-    def _assemble(self, step: Step[T]) -> None:
+    def _assemble(self, group: StepGroup[T]) -> None:
         started = work_clock()
         try:
-            for piece in step.pieces:
+            for piece in group.pieces:
                 if piece is not None and piece.error is not None:
                     raise piece.error
-            jobs = self.assemble(step)
+            jobs = self.assemble(group)
         except BaseException as error:
-            step.result.set_exception(error)
+            group.result.set_exception(error)
             return
         self._count(work_clock().since(started))
         jobs_left = [len(jobs)]
@@ -318,17 +322,17 @@ class Prefetcher(Generic[T]):
             try:
                 job()
             except BaseException as error:
-                if not step.result.done():
-                    step.result.set_exception(error)
+                if not group.result.done():
+                    group.result.set_exception(error)
             self._count(work_clock().since(started), "convert")
             with self.changed:
                 jobs_left[0] -= 1
                 last = jobs_left[0] == 0
-            if last and not step.result.done():
-                self._complete(step)
+            if last and not group.result.done():
+                self._complete(group)
 
         for job in jobs[1:]:
-            self.reader_threads.submit((step.number, 0), partial(run, job))
+            self.reader_threads.submit((group.number, 0), partial(run, job))
         run(jobs[0])
 
     def _count(self, work: WorkClock, job: str | None = None) -> None:
@@ -337,28 +341,28 @@ class Prefetcher(Generic[T]):
             if job is not None:
                 self.counters[f"{job}_us"] += round(1e6 * work.cpu)
 
-    def _complete(self, step: Step[T]) -> None:
+    def _complete(self, group: StepGroup[T]) -> None:
         started = work_clock()
         try:
-            result = self.finish(step)
+            result = self.finish(group)
         except BaseException as error:
-            step.result.set_exception(error)
+            group.result.set_exception(error)
             return
-        self._count(work_clock().since(started).since(step.processing))
+        self._count(work_clock().since(started).since(group.processing))
         with self.changed:
-            count_seconds(self.counters, host_steps_s=step.processing.wall)
-        self._release(step)
-        step.result.set_result(result)
+            count_seconds(self.counters, host_steps_s=group.processing.wall)
+        self._release(group)
+        group.result.set_result(result)
 
-    def _release(self, step: Step[T]) -> None:
+    def _release(self, group: StepGroup[T]) -> None:
         """Release frames that no later sample reads."""
         unused: list[Slot] = []
         with self.changed:
-            for i, piece in enumerate(step.pieces):
+            for i, piece in enumerate(group.pieces):
                 for camera in piece.ids if piece is not None else ():
-                    unused += piece.read(camera, step.ids[camera][i].tolist())  # type: ignore[union-attr]
-            self.outstanding.remove(step.number)
-            oldest = min(self.outstanding, default=step.number + 1)
+                    unused += piece.read(camera, group.ids[camera][i].tolist())  # type: ignore[union-attr]
+            self.outstanding.remove(group.number)
+            oldest = min(self.outstanding, default=group.number + 1)
             for key in [key for key, piece in self.pieces.items() if piece.last < oldest]:
                 for slots in self.pieces.pop(key).slots.values():
                     unused += slots.values()  # another rank reads the rest of it

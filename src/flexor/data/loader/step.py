@@ -1,4 +1,4 @@
-"""The data of a training step, and the frames it shares with other steps."""
+"""The data of a few training steps, and the frames they share with others."""
 
 from __future__ import annotations
 
@@ -23,15 +23,15 @@ class Piece:
     uses: dict[str, dict[int, int]]
     """How often each frame will still be read."""
     last: int
-    """The last step that reads any of its frames."""
+    """The last group of steps that reads any of its frames."""
     slots: dict[str, dict[int, Slot]] = field(default_factory=dict)
     """The planes of each frame, while it is still needed."""
     bad: dict[str, dict[int, str]] = field(default_factory=dict)
     """Frames that can't be decoded, and why."""
     pending: int = 0
     """Cameras that are not decoded yet."""
-    steps: list[Step] = field(default_factory=list)
-    """Steps that wait for this piece."""
+    groups: list[StepGroup] = field(default_factory=list)
+    """Those that wait for this piece."""
     error: BaseException | None = None
 
     def find(self, camera: str, frame: int) -> Slot | None:
@@ -50,17 +50,18 @@ class Piece:
 
 
 @dataclass(eq=False)
-class Step(Generic[T]):
-    """What one rank reads at one optimizer step."""
+class StepGroup(Generic[T]):
+    """What one rank reads at a few successive optimizer steps, one after the other."""
 
     number: int
-    rows: np.ndarray  # [b]
+    steps: range
+    rows: np.ndarray  # [b] of all steps, of each as many
     ids: dict[str, np.ndarray]  # per camera, frames of each sample's window [b, T]
     pieces: list[Piece | None]  # [b] the piece with a sample's frames; None: all are cached
     waits: list[Piece] = field(default_factory=list)
-    """Pieces whose frames will be cached when this step is assembled; the step reads them from the cache."""
+    """Pieces whose frames will be cached when this group is assembled; it reads them from the cache."""
     images: dict[str, list[Any]] = field(default_factory=dict)
-    """Per camera, one entry for each micro-batch."""
+    """Per camera, one entry for each micro-batch of each step."""
     result: Future[T] = field(default_factory=Future)
     pending: int = 0
     """Number of pieces that are not decoded yet."""
@@ -70,21 +71,25 @@ class Step(Generic[T]):
 
 @dataclass
 class RemainingUnit:
-    """The remaining samples of one unit: their frames per camera, each with the step that reads it."""
+    """The remaining samples of one unit: their frames per camera, and the last group that reads any."""
 
     ids: dict[str, np.ndarray]  # [n, T]
     last: int
 
 
 class StepPlanner:
-    """Defines what each step reads. `Loader` implements it."""
+    """Defines what each group of steps reads. `Loader` implements it."""
 
     cameras: list[str]
 
-    def plan(self, step: int) -> tuple[np.ndarray, dict[str, np.ndarray], list[tuple | None]]:
-        """Rows [b], frames per camera [b, T], and the unit of each sample; None for no unit."""
+    def steps_of(self, number: int) -> range:
+        """The optimizer steps of a group."""
         raise NotImplementedError
 
-    def unit(self, key: tuple, step: int) -> RemainingUnit:
-        """The samples of a unit from this step on."""
+    def plan(self, number: int) -> tuple[np.ndarray, dict[str, np.ndarray], list[tuple | None]]:
+        """Rows [b] of a group, frames per camera [b, T], and the unit of each sample; None for no unit."""
+        raise NotImplementedError
+
+    def unit(self, key: tuple, number: int) -> RemainingUnit:
+        """The samples of a unit from this group on."""
         raise NotImplementedError

@@ -1,6 +1,6 @@
-"""Finds the frames of a step, and replacements for frames that can't be decoded.
+"""Finds the frames of steps, and replacements for frames that can't be decoded.
 
-A batch is always full: with `skip`, the next good sample of the batch replaces a bad one; with `nearest`, the
+A batch is always full: with `skip`, the next good sample of the step replaces a bad one; with `nearest`, the
 nearest frame of the same episode replaces the bad frame. Both are counted and logged, never silent.
 """
 
@@ -17,7 +17,7 @@ from torch import Tensor
 from flexor.core.errors import DatasetError
 from flexor.data.frames.slots import Slot
 from flexor.data.frames.store import FrameStore
-from flexor.data.loader.step import Piece, Step
+from flexor.data.loader.step import Piece, StepGroup
 
 Replacements = dict[tuple[int, int], np.ndarray]
 """Planes that replace a frame, by sample and step of its window."""
@@ -25,7 +25,7 @@ Replacements = dict[tuple[int, int], np.ndarray]
 
 @dataclass(eq=False)
 class StepFrames:
-    """The frames of one camera in a step."""
+    """The frames of one camera in a group of steps."""
 
     camera: str
     ids: np.ndarray  # [b, T] frames
@@ -34,7 +34,7 @@ class StepFrames:
 
     @cached_property
     def all_cached(self) -> bool:
-        """Whether all frames are in the store's cache: nothing was decoded or replaced for this step."""
+        """Whether all frames are in the store's cache: nothing was decoded or replaced for these steps."""
         return not self.replacements and not any(piece is not None for piece in self.pieces)
 
     def planes(self, store: FrameStore, i: int, t: int) -> Slot:
@@ -45,7 +45,7 @@ class StepFrames:
         return store.view(self.camera, int(self.ids[i, t])) if slot is None else slot
 
     def decoded(self, i: int, t: int) -> Slot | None:
-        """The frame as decoded for this step, or None."""
+        """The frame as decoded for these steps, or None."""
         piece = self.pieces[i]
         return piece.find(self.camera, int(self.ids[i, t])) if piece is not None else None
 
@@ -58,42 +58,44 @@ class FrameFinder:
         self._reported: set[tuple[str, int]] = set()
         self._lock = threading.Lock()
 
-    def find(self, step: Step) -> tuple[np.ndarray, list[StepFrames]]:
-        """The sample at each position of the step [b], and the frames of each camera."""
+    def find(self, group: StepGroup) -> tuple[np.ndarray, list[StepFrames]]:
+        """The sample at each position of the group [b], and the frames of each camera."""
         with self._lock:  # several threads assemble steps, and all count here
-            return self._find(step)
+            return self._find(group)
 
-    def _find(self, step: Step) -> tuple[np.ndarray, list[StepFrames]]:
-        order = np.arange(len(step.rows))
-        replacements: dict[str, Replacements] = {camera: {} for camera in step.ids}
+    def _find(self, group: StepGroup) -> tuple[np.ndarray, list[StepFrames]]:
+        order = np.arange(len(group.rows))
+        replacements: dict[str, Replacements] = {camera: {} for camera in group.ids}
         broken: set[int] = set()
-        for i, piece in enumerate(step.pieces):
+        for i, piece in enumerate(group.pieces):
             for camera, reasons in piece.bad.items() if piece is not None else ():
-                for t, frame in enumerate(step.ids[camera][i].tolist()):
+                for t, frame in enumerate(group.ids[camera][i].tolist()):
                     if frame in reasons:
                         self._replace(replacements[camera], (i, t), camera, frame, reasons[frame], piece)
                         broken.add(i)
-        if step.waits:  # caching may have failed: the disk is full, or the frame is bad
-            broken |= self._decode_late(step, replacements)
+        if group.waits:  # caching may have failed: the disk is full, or the frame is bad
+            broken |= self._decode_late(group, replacements)
         if broken and self.on_bad_frame == "skip":
-            self._skip(order, broken, step.number)
+            for number, samples in zip(group.steps, order.reshape(len(group.steps), -1).tolist()):
+                self._skip(order, samples, broken, number)
             replacements = {camera: _reordered(by_place, order) for camera, by_place in replacements.items()}
         elif broken:
             self.counters["substituted_samples"] += len(broken)
-        pieces = [step.pieces[i] for i in order]
-        return order, [StepFrames(c, ids[order], pieces, replacements[c]) for c, ids in step.ids.items()]
+        pieces = [group.pieces[i] for i in order]
+        return order, [StepFrames(c, ids[order], pieces, replacements[c]) for c, ids in group.ids.items()]
 
-    def _skip(self, order: np.ndarray, broken: set[int], number: int) -> None:
-        good = [i for i in range(len(order)) if i not in broken]
+    def _skip(self, order: np.ndarray, samples: list[int], broken: set[int], step: int) -> None:
+        """Replace the broken ones of the samples of a step."""
+        good, bad = [i for i in samples if i not in broken], [i for i in samples if i in broken]
         if not good:
             raise DatasetError(
-                f"step {number}: none of its {len(order)} samples can be decoded. Run `flexor data check` on the "
+                f"step {step}: none of its {len(samples)} samples can be decoded. Run `flexor data check` on the "
                 "dataset, and exclude the bad episodes with --dataset.exclude_episodes or "
                 "--dataset.on_bad_episode=skip."
             )
-        for i in broken:
+        for i in bad:
             order[i] = next((g for g in good if g > i), good[0])
-        self.counters["skipped_samples"] += len(broken)
+        self.counters["skipped_samples"] += len(bad)
 
     def _replace(
         self,
@@ -124,13 +126,13 @@ class FrameFinder:
             number = frame - store.first_frame_of(episode)
             store.repeats.add(text, f"{store.describe_episode(episode)}, {camera}, frame {number}: {reason}")
 
-    def _decode_late(self, step: Step, replacements: dict[str, Replacements]) -> set[int]:
+    def _decode_late(self, group: StepGroup, replacements: dict[str, Replacements]) -> set[int]:
         """Decode frames that are neither in a piece nor cached, immediately; returns bad samples."""
         broken = set()
-        for camera, ids in step.ids.items():
+        for camera, ids in group.ids.items():
             missing = ~self.store.is_cached(camera, ids.ravel()).reshape(ids.shape)
             for i, t in np.argwhere(missing).tolist():
-                piece, frame = step.pieces[i], int(ids[i, t])
+                piece, frame = group.pieces[i], int(ids[i, t])
                 if (piece is not None and frame in piece.uses[camera]) or (i, t) in replacements[camera]:
                     continue
                 planes = np.empty(self.store.format(camera).nbytes, np.uint8)

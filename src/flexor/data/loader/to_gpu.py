@@ -58,43 +58,68 @@ class Stager:
         self.store, self.stream, self.jobs = store, stream, jobs
         self.buffers = Buffers()
 
-    def stage(self, frames: StepFrames, samples: np.ndarray) -> tuple[Staged, list[Job]]:
-        """The images of some samples of a step, and the jobs that fill them in."""
+    def stage(self, frames: StepFrames, batch_size: int) -> tuple[list[Staged], list[Job]]:
+        """The images of each batch of a group, and the jobs that fill them in."""
         gpu_cache = self.store.caches.get(frames.camera)
         gpu_cache = gpu_cache if isinstance(gpu_cache, GPUFrameCache) else None
-        places, index = self._distinct(frames, samples)
+        places, index = self._distinct(frames, batch_size)
         kinds = self._kinds(frames, places, HOST if gpu_cache is None else CACHED)
-        order = np.argsort(kinds, kind="stable")
+        batches = np.arange(len(frames.ids) // batch_size)
+        order = np.lexsort(
+            (kinds, places[:, 0] // batch_size)
+        )  # batch by batch, in each of them kind by kind
         rank = np.empty_like(order)
         rank[order] = np.arange(len(order))
-        places = places[order]
-        host, decoded, cached = np.bincount(kinds, minlength=3).tolist()
-        format = self.store.format(frames.camera)
-        # the maximum size, so that the next batch can reuse it
-        memory = self._memory(index.size, format.nbytes) if host else torch.empty((0, 0), dtype=torch.uint8)
-        staged = Staged(format, self._pinned(rank[index]), memory[:host])
+        places, kinds = places[order], kinds[order]
+        edges = np.searchsorted(places[:, 0] // batch_size, [*batches, len(batches)])
+        index = rank[index] - np.repeat(edges[:-1], batch_size)[:, None]
+        format, host_places = self.store.format(frames.camera), places[kinds == HOST]
+        rows = len(host_places)
+        # the maximum size, so that the next group can reuse it
+        memory = self._memory(index.size, format.nbytes) if rows else torch.empty((0, 0), dtype=torch.uint8)
         jobs: list[Job] = [
-            partial(self._copy, frames, places[some], staged.host[some].numpy())
-            for some in self._parts(frames.camera, host)
+            partial(self._copy, frames, host_places[some], memory[some].numpy())
+            for some in self._parts(frames.camera, rows)
         ]
-        if decoded:
-            jobs.append(partial(self._gather, frames, places[host : host + decoded], staged))
-        if cached:
+        host_edges = np.searchsorted(host_places[:, 0] // batch_size, [*batches, len(batches)])
+        all_staged = []
+        for batch, part in zip(batches.tolist(), self._pinned(index).split(batch_size)):
+            staged = Staged(format, part, memory[host_edges[batch] : host_edges[batch + 1]])
+            all_staged.append(staged)
+            if rows < len(places):
+                own = slice(edges[batch], edges[batch + 1])
+                jobs += self._on_gpu(frames, places[own], kinds[own], staged, gpu_cache)
+        return all_staged, jobs
+
+    def _on_gpu(
+        self,
+        frames: StepFrames,
+        places: np.ndarray,
+        kinds: np.ndarray,
+        staged: Staged,
+        gpu_cache: GPUFrameCache | None,
+    ) -> list[Job]:
+        """Jobs for the frames of a batch that are on the GPU already."""
+        decoded, cached = places[kinds == DECODED], places[kinds == CACHED]
+        if len(cached):
             assert gpu_cache is not None
             staged.gpu_cache = gpu_cache
-            staged.cached_rows = self._pinned(gpu_cache.rows(frames.ids[tuple(places[host + decoded :].T)]))
-        return staged, jobs
+            staged.cached_rows = self._pinned(gpu_cache.rows(frames.ids[tuple(cached.T)]))
+        return [partial(self._gather, frames, decoded, staged)] if len(decoded) else []
 
-    def _distinct(self, frames: StepFrames, samples: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """A position (sample, step) of each distinct frame [n, 2], and the frame of each position [b, T].
+    def _distinct(self, frames: StepFrames, batch_size: int) -> tuple[np.ndarray, np.ndarray]:
+        """A position (sample, step) of each distinct frame of each batch [n, 2], and the frame of each position [b, T].
 
         Each replacement counts as a frame of its own."""
-        ids = frames.ids[samples]
+        ids = frames.ids.copy()
         for number, (i, t) in enumerate(frames.replacements):
-            ids[samples == i, t] = -1 - number
-        _, first, index = np.unique(ids, return_index=True, return_inverse=True)
-        row, step = np.divmod(first, ids.shape[1])
-        return np.stack([samples[row], step], axis=1), index.reshape(ids.shape)
+            ids[i, t] = -1 - number
+        low, high = ids.min(initial=0), ids.max(initial=0)
+        batch = np.arange(len(ids)) // batch_size
+        _, first, index = np.unique(
+            ids - low + (batch * (high - low + 1))[:, None], return_index=True, return_inverse=True
+        )
+        return np.stack(np.divmod(first, ids.shape[1]), axis=1), index.reshape(ids.shape)
 
     def _kinds(self, frames: StepFrames, places: np.ndarray, cached_kind: int) -> np.ndarray:
         """Where each frame is; `cached_kind` for cached ones. [n]"""

@@ -15,7 +15,7 @@ from typing import Any
 
 from flexor.core.machine import pinned_bytes
 from flexor.data.loader.choose_order import LEAST_POOL, MOST_POOL, TARGET_UNITS
-from flexor.data.loader.loader import PREFETCH_BYTES, PREFETCH_STEPS
+from flexor.data.loader.loader import prefetched_groups, steps_of_group
 from flexor.data.loader.open import JPEG_SHARE
 from flexor.data.settings import CacheConfig, parse_image_size
 from flexor.data.video.decode import MAX_DECODERS
@@ -175,7 +175,8 @@ def prefetched_steps(data: Data, loading: Loading) -> int:
     """Optimizer steps whose batches may be prefetched."""
     rgb = sum(camera.frame_bytes(rgb=True) * camera.steps for camera in data.cameras)
     step = max(1, rgb * loading.batch_size * loading.accumulation)
-    return max(1, min(PREFETCH_STEPS, PREFETCH_BYTES // step))
+    grouped = steps_of_group(loading.batch_size * loading.accumulation, step)
+    return grouped * prefetched_groups(grouped * step)
 
 
 def step_bytes(data: Data, loading: Loading) -> int:
