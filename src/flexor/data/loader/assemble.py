@@ -81,26 +81,31 @@ class Batcher:
         jobs = [job for frames in frames_of_cameras for job in self._fill(group, frames)]
         return jobs or [lambda: None]
 
-    def finish(self, group: StepGroup) -> list[list[Batch]]:
-        """The micro-batches of each step, including images; for a GPU they still have to be transferred."""
+    def finish(self, group: StepGroup) -> list[list[Batch] | Exception]:
+        """The micro-batches of each step, including images; for a GPU they still have to be transferred.
+
+        The error of a step comes in its place, and ends the list.
+        """
         columns = to_tensors(self.dataset.read(group.rows, self.deltas, []))
         valid = self.valid_steps(group.steps)
-        batches = [
-            self._rest(group, columns, valid, number) for number in range(len(group.rows) // self.batch_size)
-        ]
-        accumulation = len(batches) // len(group.steps)
-        return [batches[first : first + accumulation] for first in range(0, len(batches), accumulation)]
+        count = len(group.rows) // self.batch_size // len(group.steps)
+        finished: list[list[Batch] | Exception] = []
+        for place, step in enumerate(group.steps):
+            rest: Batch = {} if valid is None else {VALID_STEPS: valid[place]}
+            numbers = range(place * count, (place + 1) * count)
+            try:
+                finished.append([self._batch(group, columns, rest, step, number) for number in numbers])
+            except Exception as error:
+                finished.append(error)
+                break
+        return finished
 
-    def _rest(self, group: StepGroup, columns: Batch, valid: list[float] | None, number: int) -> Batch:
+    def _batch(self, group: StepGroup, columns: Batch, rest: Batch, step: int, number: int) -> Batch:
         """A micro-batch of a group."""
         rows = slice(number * self.batch_size, (number + 1) * self.batch_size)
-        place = rows.start * len(group.steps) // len(group.rows)
-        step = group.steps[place]
-        batch = {name: column[rows] for name, column in columns.items()}
+        batch = {name: column[rows] for name, column in columns.items()} | rest
         if SAMPLE_WEIGHT in batch:
             batch[SAMPLE_WEIGHT] = batch[SAMPLE_WEIGHT] * np.float32(self.weight_scale(step))
-        if valid is not None:
-            batch[VALID_STEPS] = valid[place]
         images = {camera: parts[number] for camera, parts in group.images.items()}
         started = work_clock()
         batch = self._process(batch, images, step)

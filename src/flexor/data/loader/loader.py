@@ -37,7 +37,7 @@ __all__ = ["Loader", "sample_rows", "to_tensors", "valid_steps", "weight_scale"]
 PROBLEMS = ("bad_frames", "skipped_samples", "substituted_samples")
 PREFETCH_BYTES = 256 << 20  # limit for assembled batches that wait; one is always allowed
 PREFETCH_GROUPS = 8
-GROUP_SAMPLES = 64  # of steps that are handled together
+GROUP_SAMPLES = 256  # of steps that are handled together
 GROUP_BYTES = 64 << 20  # of their images
 AHEAD_STEPS = 64  # planned ahead, if the pool has room
 DEFAULT_POOL = 1 << 30
@@ -140,7 +140,7 @@ class Loader(StepPlanner):
             valid_steps=self._valid_steps,
             weight_scale=self._weight_scale,
         )
-        feed: Prefetcher[list[list[Batch]]] = Prefetcher(
+        feed: Prefetcher[list[list[Batch] | Exception]] = Prefetcher(
             self,
             self.dataset.store,
             self.pool,
@@ -154,6 +154,8 @@ class Loader(StepPlanner):
         numbers = start // grouped, -(-stop // grouped)
         with closing(feed.groups(*numbers)) as groups:  # its threads end when this iterator is closed
             for batches in chain.from_iterable(groups):
+                if isinstance(batches, Exception):
+                    raise batches
                 self._counters["delivered"] += self.frames_per_sample * self.batch_size * self.accumulation
                 if self.before_copy is not None:
                     self.before_copy()
@@ -236,7 +238,8 @@ class Loader(StepPlanner):
     @property
     def _grouped(self) -> int:
         """Steps of a group."""
-        return steps_of_group(self.batch_size * self.accumulation, self._step_bytes)
+        limit = min(GROUP_BYTES, self.pool_bytes // 4)
+        return steps_of_group(self.batch_size * self.accumulation, self._step_bytes, limit)
 
     def steps_of(self, number: int) -> range:
         first, grouped = number * self._grouped, self._grouped
@@ -319,9 +322,9 @@ class Loader(StepPlanner):
         return max(1, pictures * self.batch_size * self.accumulation)
 
 
-def steps_of_group(samples: int, nbytes: int) -> int:
+def steps_of_group(samples: int, nbytes: int, limit: int = GROUP_BYTES) -> int:
     """How many steps are handled together, if each has this many samples, with this many bytes of images."""
-    return max(1, min(GROUP_SAMPLES // samples, GROUP_BYTES // nbytes))
+    return max(1, min(GROUP_SAMPLES // samples, limit // nbytes))
 
 
 def prefetched_groups(nbytes: int) -> int:

@@ -162,8 +162,6 @@ class Prefetcher(Generic[T]):
         if not self._reserve(piece):
             return None
         self.pieces[key] = piece
-        for camera in self.store.caches:
-            self.pending_frames |= dict.fromkeys(((camera, i) for i in piece.ids.get(camera, ())), piece)
         self._submit(piece, group)
         return piece
 
@@ -224,6 +222,8 @@ class Prefetcher(Generic[T]):
     def _submit(self, piece: Piece, group: int) -> None:
         """Submit a piece for decoding, together with some others: a request costs as much as several frames."""
         piece.pending = sum(len(frames) > 0 for frames in piece.ids.values())
+        for camera in self.store.caches:
+            self.pending_frames |= dict.fromkeys(((camera, i) for i in piece.ids.get(camera, ())), piece)
         started = work_clock()
         for camera, frames in piece.ids.items():
             self.store.read_ahead(camera, frames)

@@ -64,15 +64,12 @@ class Stager:
         gpu_cache = gpu_cache if isinstance(gpu_cache, GPUFrameCache) else None
         places, index = self._distinct(frames, batch_size)
         kinds = self._kinds(frames, places, HOST if gpu_cache is None else CACHED)
+        if kinds.any():  # batch by batch, in each of them kind by kind
+            order = np.lexsort((kinds, places[:, 0] // batch_size))
+            places, kinds, index = places[order], kinds[order], np.argsort(order)[index]
         batches = np.arange(len(frames.ids) // batch_size)
-        order = np.lexsort(
-            (kinds, places[:, 0] // batch_size)
-        )  # batch by batch, in each of them kind by kind
-        rank = np.empty_like(order)
-        rank[order] = np.arange(len(order))
-        places, kinds = places[order], kinds[order]
         edges = np.searchsorted(places[:, 0] // batch_size, [*batches, len(batches)])
-        index = rank[index] - np.repeat(edges[:-1], batch_size)[:, None]
+        index = index - np.repeat(edges[:-1], batch_size)[:, None]
         format, host_places = self.store.format(frames.camera), places[kinds == HOST]
         rows = len(host_places)
         # the maximum size, so that the next group can reuse it
