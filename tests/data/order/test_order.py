@@ -142,6 +142,7 @@ def test_pools_are_what_the_batches_take(units, lanes_and_pool, epoch):
             taken = of_lane[of_lane.pool == number]
             assert np.array_equal(plan.sample, taken.sample)
             assert np.array_equal(plan.position, taken.position)
+            assert (np.diff(plan.position) > 0).all()
             assert np.array_equal(plan.unit, taken.unit)
             assert 0 < len(plan.sample) <= 1.25 * max(pool, units.count.max()) + units.count.max()
             for unit in set(plan.unit.tolist()):  # a piece of a unit is decoded for one pool only

@@ -7,12 +7,13 @@ loader at that step and gets the same batches as without the interruption, on an
 from __future__ import annotations
 
 import threading
+from bisect import bisect_left
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import chain
+from itertools import chain, pairwise
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -55,15 +56,11 @@ class DatasetProgress(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class PoolFrames:
-    """The content of a pool of the order, [n] each, unit by unit."""
+    """The samples of a pool of the order, unit by unit."""
 
-    position: np.ndarray
-    unit: np.ndarray
+    position: list[int]  # ascending within a unit
+    places: dict[int, tuple[int, int]]  # of each unit: from, to
     frames: dict[str, np.ndarray]  # per camera [n, T]
-
-    def of(self, unit: int) -> np.ndarray:
-        """The positions of a unit's samples."""
-        return np.arange(*np.searchsorted(self.unit, [unit, unit + 1]))
 
 
 class Loader(StepPlanner):
@@ -235,7 +232,7 @@ class Loader(StepPlanner):
 
     # What each group of steps reads (see `StepPlanner`).
 
-    @property
+    @cached_property
     def _grouped(self) -> int:
         """Steps of a group."""
         limit = min(GROUP_BYTES, self.pool_bytes // 4)
@@ -264,11 +261,11 @@ class Loader(StepPlanner):
         return units
 
     def unit(self, key: tuple, number: int) -> RemainingUnit:
-        plan = self._pools[key[:3]]
-        remaining = plan.of(key[3])
-        remaining = remaining[plan.position[remaining] >= self.steps_of(number).start * self.global_batch]
-        last = int(plan.position[remaining].max()) // (self.global_batch * self._grouped)
-        return RemainingUnit({camera: frames[remaining] for camera, frames in plan.frames.items()}, last)
+        pool, next_position = self._pools[key[:3]], self.steps_of(number).start * self.global_batch
+        first, end = pool.places[key[3]]
+        first = bisect_left(pool.position, next_position, first, end)
+        last = pool.position[end - 1] // (self.global_batch * self._grouped)
+        return RemainingUnit({camera: frames[first:end] for camera, frames in pool.frames.items()}, last)
 
     def _look_up_pools(self, needed: set[tuple]) -> None:
         """Load the pools of the order that a step reads; drop the least recently used ones."""
@@ -280,7 +277,10 @@ class Loader(StepPlanner):
             for key, plan in zip(keys, self.order.pools_of(epoch, [key[1:] for key in keys])):
                 by_unit = np.argsort(plan.unit, kind="stable")
                 frames = self._frames(self.rows[plan.sample[by_unit]])
-                self._pools[key] = PoolFrames(plan.position[by_unit], plan.unit[by_unit], frames)
+                units, first = np.unique(plan.unit[by_unit], return_index=True)
+                edges = pairwise([*first.tolist(), len(by_unit)])
+                places = dict(zip(units.tolist(), edges))
+                self._pools[key] = PoolFrames(plan.position[by_unit].tolist(), places, frames)
         while len(self._pools) > KEPT_POOLS * self.global_batch:
             self._pools.pop(next(iter(self._pools)))
 

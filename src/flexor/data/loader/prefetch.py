@@ -224,11 +224,11 @@ class Prefetcher(Generic[T]):
         piece.pending = sum(len(frames) > 0 for frames in piece.ids.values())
         for camera in self.store.caches:
             self.pending_frames |= dict.fromkeys(((camera, i) for i in piece.ids.get(camera, ())), piece)
-        started = work_clock()
-        for camera, frames in piece.ids.items():
-            self.store.read_ahead(camera, frames)
-        read = work_clock().since(started).read  # of the index of a file
-        if read:
+        if self.store.remote:
+            started = work_clock()
+            for camera, frames in piece.ids.items():
+                self.store.read_ahead(camera, frames)
+            read = work_clock().since(started).read  # of the index of a file
             with self.changed:
                 count_seconds(self.counters, read_s=read)
         self.request.append(piece)

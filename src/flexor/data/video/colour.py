@@ -119,8 +119,9 @@ def _range(full_range: bool) -> ColorRange:
 
 def rows(plane: Any) -> np.ndarray:
     """A plane's memory [rows, bytes per row with padding], top row first."""
-    memory = np.frombuffer(plane, np.uint8).reshape(plane.height, abs(plane.line_size))
-    return memory[::-1] if plane.line_size < 0 else memory
+    size = plane.line_size
+    memory = np.frombuffer(plane, np.uint8).reshape(-1, abs(size))
+    return memory[::-1] if size < 0 else memory
 
 
 class _PerThread(threading.local):

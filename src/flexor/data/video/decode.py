@@ -10,9 +10,10 @@ nothing, which is most of the cost of random access to a video.
 import io
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache, cached_property
+from operator import add
 from pathlib import Path
 
 import av
@@ -111,19 +112,24 @@ def decode_frames(
     waiting = {pts: i for i, pts in enumerate(index.frame_pts[frames].tolist())}
     assert len(waiting) == len(frames), "frames must be distinct"
     reason = "the decoder returns no frame"
-    for first, end in _packet_ranges(index, frames):
-        for item in _decoded(index, first, end, decoder_of or _decoder):
+    for first, end, count in _packet_ranges(index, frames):
+        pictures = _decoded(index, first, end, decoder_of or _decoder)
+        for item in pictures:
             if isinstance(item, str):
                 reason = item
             elif item.pts in waiting and not item.is_corrupt:
                 sink(waiting.pop(item.pts), item)
+                count -= 1
+                if not count:
+                    break  # without asking the decoder for what it has left
+        pictures.close()
     return {i: f"{reason} (at {pts * index.packets.time_base:.3f} s)" for pts, i in waiting.items()}
 
 
 def read_ahead(index: VideoIndex, frames: np.ndarray) -> None:
     """Announce that these frames will be decoded soon, so that their packets are prefetched."""
     packets = index.packets
-    for first, end in _packet_ranges(index, frames):
+    for first, end, _ in _packet_ranges(index, frames):
         low = int(packets.offset[first:end].min())
         high = min(int((packets.offset[first:end] + packets.size[first:end]).max()), index.ranges.size)
         if low < high:
@@ -175,19 +181,22 @@ def _decode_starts(key: np.ndarray, pts: np.ndarray) -> np.ndarray:
     return keys[np.maximum(group - leading, 0)]
 
 
-def _packet_ranges(index: VideoIndex, frames: np.ndarray) -> list[tuple[int, int]]:
-    """Packet ranges to decode to get all of `frames`; adjacent ranges are merged."""
-    ranges: list[tuple[int, int]] = []
+def _packet_ranges(index: VideoIndex, frames: np.ndarray) -> list[tuple[int, int, int]]:
+    """Packet ranges to decode to get all of `frames`, and how many of them each has; adjacent ranges are merged."""
+    ranges: list[tuple[int, int, int]] = []
     pairs = zip(index.start[frames].tolist(), (index.packet[frames] + 1).tolist())
     for first, end in sorted(pairs):
         if ranges and first <= ranges[-1][1]:
-            ranges[-1] = (ranges[-1][0], max(ranges[-1][1], end))
+            begin, last, count = ranges[-1]
+            ranges[-1] = (begin, max(last, end), count + 1)
         else:
-            ranges.append((first, end))
+            ranges.append((first, end, 1))
     return ranges
 
 
-def _decoded(index: VideoIndex, first: int, end: int, decoder_of: DecoderOf) -> Iterator[av.VideoFrame | str]:
+def _decoded(
+    index: VideoIndex, first: int, end: int, decoder_of: DecoderOf
+) -> Generator[av.VideoFrame | str]:
     """Every frame of packets first..end-1, and a reason for each packet that can't be decoded."""
     decoder = decoder_of(index.packets)
     failed = False  # until the next key packet: frames before it refer to lost frames
@@ -220,12 +229,13 @@ def _drain(decoder: av.VideoCodecContext) -> list[av.VideoFrame]:
 def read_video_packets(index: VideoIndex, first: int, end: int) -> Iterator[tuple[int, av.Packet]]:
     """Packets first..end-1 with their numbers; adjacent packets are read together."""
     packets, total = index.packets, index.ranges.size
-    offset, size = packets.offset[first:end], packets.size[first:end]
-    low, high = int(offset.min()), int((offset + size).max())
-    together = high - low <= 2 * int(size.sum()) + (64 << 10) and high <= total
+    # lists: for a few packets they are faster than arrays
+    offset, size = packets.offset[first:end].tolist(), packets.size[first:end].tolist()
+    low, high = min(offset), max(map(add, offset, size))
+    together = high - low <= 2 * sum(size) + (64 << 10) and high <= total
     data = memoryview(index.ranges.read(low, high - low)) if together else None
-    _count_read(high - low if together else int(size.sum()))
-    columns = zip(offset.tolist(), size.tolist(), packets.pts[first:end].tolist())
+    _count_read(high - low if together else sum(size))
+    columns = zip(offset, size, packets.pts[first:end].tolist())
     for number, (at, count, pts) in enumerate(columns, first):
         if data is not None:
             payload = data[at - low : at - low + count]

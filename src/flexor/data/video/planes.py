@@ -7,7 +7,7 @@ handles each differently: they are converted to RGB immediately.
 
 from dataclasses import dataclass, replace
 from fractions import Fraction
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from itertools import count
 from typing import Any, Literal
 
@@ -82,7 +82,7 @@ class PlaneFormat:
             return pixels * DEPTH_PIXELS[self.layout].itemsize
         return pixels * 3 // 2 if self.layout == "yuv420p" else pixels * self.channels
 
-    @property
+    @cached_property
     def planes(self) -> tuple[tuple[int, int, int], ...]:
         """(first byte, rows, bytes per row) of every plane."""
         height, width = self.height, self.width
@@ -131,7 +131,9 @@ def pack(frame: av.VideoFrame, format: PlaneFormat, out: np.ndarray) -> None:
         pack_depth(frame, format.layout, (format.height, format.width), out)
         return
     native = format_of(frame)
-    if native == format and (native.layout == "yuv420p" or frame.format.name == native.layout):
+    if (native is format or native == format) and (
+        native.layout == "yuv420p" or frame.format.name == native.layout
+    ):
         packed = frame
     elif format == PlaneFormat(native.height, native.width, "rgb24"):
         packed = colour.rgb_frame(frame)
