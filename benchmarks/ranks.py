@@ -6,8 +6,9 @@
     python benchmarks/ranks.py --pretend 8 --layers 240 --strategies fsdp --precision bf16           # on one GPU
 
 With --steps: the step of one process, of one rank that exchanges gradients with itself over NCCL, and of two ranks that
-share the GPU and exchange them over gloo, each eager and as CUDA graphs, at batch 8. NCCL captures the exchange of one
-rank, but moves nothing. Two ranks on one GPU share its time: their step takes twice as long, plus the exchange.
+share the GPU and exchange them over gloo, each eager and as CUDA graphs, and of one rank with FSDP, at batch 8; and how
+long the host needs for it. NCCL captures the exchange of one rank, but moves nothing. Two ranks on one GPU share its
+time: their step takes twice as long, plus the exchange.
 
 For each way to share a model: trains an ACT without cameras, `--layers` blocks of 12.6 million parameters, on a small
 dataset made on the spot: real runs by `flexor train` with real checkpoints. Prints a table, and one JSON object per
@@ -24,6 +25,7 @@ strategy with --json.
 from __future__ import annotations
 
 import argparse
+import functools
 import json
 import os
 import resource
@@ -41,7 +43,12 @@ from flexor.core.console import table
 from flexor.launch.local import free_port, rank_environment
 
 STEPS = 9
-WAYS = {"one process": (1, "none"), "1 over NCCL": (1, "nccl"), "2 over gloo": (2, "gloo")}
+WAYS = {
+    "one process": (1, "none"),
+    "1 over NCCL": (1, "nccl"),
+    "2 over gloo": (2, "gloo"),
+    "1 with FSDP": (1, "fsdp"),
+}
 
 
 def main() -> None:
@@ -101,20 +108,21 @@ def measure_steps(options: Any) -> None:
         flags = [f"--policy.type={policy}", "--batch_size=8", *options.flags]
         for way in options.ways:
             count, backend = WAYS[way]
-            for step in options.step:
+            for step in options.step if backend != "fsdp" else ["eager"]:
                 ranks = start(count, [backend, f"--step={step}", *flags])
                 result = max(ranks, key=lambda rank: rank["step_ms"])
                 rows.append({"policy": policy, "way": way, "step": step, **result})
                 if options.json:
                     print(json.dumps(rows[-1]), flush=True)
     if not options.json:
-        head = ["policy", "ranks", "step", "time", "peak memory", "planned", "exchanged"]
+        head = ["policy", "ranks", "step", "time", "host", "peak memory", "planned", "exchanged"]
         print(table([head, *map(step_row, rows)]))
 
 
 def step_row(result: dict[str, Any]) -> list[str]:
+    times = [f"{result[name]:.2f} ms" for name in ("step_ms", "host_ms")]
     sizes = [f"{result[name] / 1e9:.3f} GB" for name in ("peak", "planned", "exchanged")]
-    return [result["policy"], result["way"], result["step"], f"{result['step_ms']:.2f} ms", *sizes]
+    return [result["policy"], result["way"], result["step"], *times, *sizes]
 
 
 def start(count: int, arguments: list[str]) -> list[dict[str, Any]]:
@@ -267,9 +275,12 @@ def step_main(backend: str, flags: list[str]) -> None:
     from flexor.config.for_gpu import settle_for_gpu
     from flexor.config.parse import parse_flags
     from flexor.core.machine import let_gpu_memory_grow
+    from flexor.core.tensors import local
     from flexor.core.typed import with_settings
     from flexor.plan.memory.memory import MemoryPlanner
     from flexor.plan.speed.ceilings import seconds_each
+    from flexor.train.engine.base import Engine
+    from flexor.train.engine.fsdp import ShardedEngine
     from flexor.train.ranks.processes import find_processes
 
     let_gpu_memory_grow()
@@ -279,22 +290,36 @@ def step_main(backend: str, flags: list[str]) -> None:
     robot, settings = parser.parse_known_args(flags)
     config = described_run(robot, parse_flags(settings))[0]
     config = settle_for_gpu(config, torch.cuda.get_device_capability(device))
+    engine = None
     if backend != "none":
+        sharded = backend == "fsdp"
+        backend = "nccl" if sharded else backend
         config = with_settings(config, {"parallel.backend": backend})
         processes.join(device, 600, backend)
-    step = RepeatedStep(config, device, processes)
+        make = functools.partial(ShardedEngine, strategy="fsdp") if sharded else Engine
+        engine = make(device, config.precision, False, processes, config.parallel)
+    step = RepeatedStep(config, device, engine)
+    if engine is not None and engine.sharded:
+        with torch.no_grad():
+            for parameter in step.run.policy.parameters():
+                local(parameter).normal_(0, 0.02)
     for _ in range(8):
         step()
     processes.barrier()
+    torch.cuda.synchronize(device)
+    started = time.perf_counter()
+    step()
+    host = time.perf_counter() - started
     seconds = statistics.median(seconds_each(step, GPU_STEPS, device) for _ in range(WINDOWS))
-    exchange = step.run.state.engine.exchange
+    sharded, exchange = step.run.state.engine.sharded, step.run.state.engine.exchange
     trained = [p for p in step.run.policy.parameters() if p.requires_grad]
     card = ThisDevice(torch.cuda.mem_get_info(device)[1], torch.cuda.get_device_capability(device))
-    planner = MemoryPlanner(config, card, world_size=1 if backend == "none" else 2)
+    planner = MemoryPlanner(config, card, world_size=1 if exchange is None else 2)
     figures = {
         "step_ms": 1e3 * seconds,
         "peak": torch.cuda.max_memory_allocated(device),
-        "planned": planner.at(step.run.split.batch_size).allocated,
+        "host_ms": 1e3 * host,
+        "planned": 0 if sharded else planner.at(step.run.split.batch_size).allocated,
         "exchanged": sum(p.nbytes for p in trained) if exchange else 0,
         "captured": bool(getattr(step.run.run_step, "captured", None)),
         "device": torch.cuda.get_device_name(device),

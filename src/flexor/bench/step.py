@@ -29,8 +29,8 @@ from flexor.plan.speed.time import steps_ops
 from flexor.plan.trace.rehearsal import Rehearsal
 from flexor.plan.trace.trace import trace_step
 from flexor.train.compile import CompileTime
+from flexor.train.engine.base import Engine
 from flexor.train.graph import WARM_UP, GraphStep, NoGraph
-from flexor.train.ranks.processes import Processes
 from flexor.train.ranks.split import Split, split_batch
 
 Way = Literal["eager", "graph"]
@@ -44,10 +44,10 @@ AFTER_CAPTURE = 3  # steps before the measurement
 class RepeatedStep:
     """The trainer's own step of the last phase, repeated on a synthetic batch that stays on the device."""
 
-    def __init__(self, config: TrainConfig, device: torch.device, processes: Processes | None = None):
-        """`processes`: those that it exchanges gradients with."""
+    def __init__(self, config: TrainConfig, device: torch.device, engine: Engine | None = None):
+        """`engine`: that of a rank; by default the engine of one process."""
         split = split_batch(config, 1)
-        self.run = Rehearsal(config, split.batch_size, split.accumulation, Stopwatch(), device, processes)
+        self.run = Rehearsal(config, split.batch_size, split.accumulation, Stopwatch(), device, engine)
         self.run.state.step = self.run.steps_to_trace()[-1]
         self.batches = [synthetic(batch) for batch in self.run.load()]
 

@@ -40,7 +40,6 @@ from flexor.train.engine.shard_units import sharding_of
 from flexor.train.graph import GraphStep
 from flexor.train.optim.ema import EMA
 from flexor.train.optim.optimizers import build_optimizer
-from flexor.train.ranks.processes import Processes
 from flexor.train.ranks.split import Split
 from flexor.train.step import optimizer_step
 
@@ -115,20 +114,23 @@ class Rehearsal:
         accumulation: int,
         tracker: Watcher,
         device: torch.device = META,
-        processes: Processes | None = None,
+        engine: Engine | None = None,
     ):
-        """`processes`: those of a run that is measured."""
+        """`engine`: that of a rank whose step is measured."""
         optimizer = resolve_optimizer(config.optimizer, config.policy)
         scheduler = resolve_scheduler(config.scheduler, config.policy)
         config = replace(config, optimizer=optimizer, scheduler=scheduler)
         self.config, self.tracker, self.device = config, tracker, device
         self.split = Split(batch_size, accumulation, 1)
         self.passes = min(accumulation, PASSES) if device == META else accumulation
-        self.policy = policy_on(config, device)
+        if engine is not None and engine.sharded:
+            self.policy = engine.build(functools.partial(make_policy, config), "later")
+        else:
+            self.policy = policy_on(config, device)
         tracker.name(self.policy.buffers(), "buffers")
         tracker.name(self.policy.parameters(), "weights")
         deterministic = config.deterministic and device != META
-        engine = WatchedEngine(tracker, device, config.precision, deterministic, processes, config.parallel)
+        engine = engine or WatchedEngine(tracker, device, config.precision, deterministic)
         torch_optimizer = build_optimizer(optimizer, self.policy)
         engine.prepare(self.policy, torch_optimizer)
         if captures_steps(config):
