@@ -19,7 +19,8 @@ WINDOWS = {"single": {}, "windows": {CAMERA: [-2, 0], ACTION: [0, 1, 2]}}
 
 
 def load(root, cache: str, order: str, windows: str, **options) -> Loader:
-    settings = DatasetConfig(cache=CacheConfig(tier=cache), order=OrderConfig(order), on_bad_frame="skip")
+    order_config = OrderConfig(order, lanes=3, pool=5, unit=1) if order == "streaming" else OrderConfig(order)
+    settings = DatasetConfig(cache=CacheConfig(tier=cache), order=order_config, on_bad_frame="skip")
     return open_loader(
         open_dataset(root=root), settings, WINDOWS[windows], cameras=[CAMERA], seed=3, **options
     )
@@ -48,6 +49,7 @@ def test_groups_are_the_steps_one_by_one(cache, order, windows, ranks, dataset, 
     for step, expected in zip(steps, alone):
         assert len(step) == len(expected) == 2
         assert all(same(a, b) for a, b in zip(step, expected)) and (ACTION in step[0])
+        assert step[0].get(VALID_STEPS) == expected[0].get(VALID_STEPS)
         assert (VALID_STEPS in step[0]) == (windows == "windows")
 
 

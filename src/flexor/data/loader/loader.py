@@ -281,7 +281,7 @@ class Loader(StepPlanner):
                 edges = pairwise([*first.tolist(), len(by_unit)])
                 places = dict(zip(units.tolist(), edges))
                 self._pools[key] = PoolFrames(plan.position[by_unit].tolist(), places, frames)
-        while len(self._pools) > KEPT_POOLS * self.global_batch:
+        while len(self._pools) > KEPT_POOLS * self.global_batch * self._grouped:
             self._pools.pop(next(iter(self._pools)))
 
     def _frames(self, rows: np.ndarray) -> dict[str, np.ndarray]:
@@ -297,8 +297,8 @@ class Loader(StepPlanner):
 
     def _rows_of(self, steps: range) -> np.ndarray:
         """The rows of all ranks, [steps, global batch]; in no particular order within a step."""
-        samples = self.order.samples(steps.start * self.global_batch, len(steps) * self.global_batch)
-        return self.rows[samples].reshape(len(steps), -1)
+        samples = [self.order.samples(step * self.global_batch, self.global_batch) for step in steps]
+        return self.rows[np.stack(samples)]
 
     def _valid_steps(self, steps: range) -> list[float] | None:
         if ACTION not in self.deltas:
