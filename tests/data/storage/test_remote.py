@@ -9,6 +9,7 @@ import torch
 from flexor.core.batch import SAMPLE_ID
 from flexor.core.errors import SourceError
 from flexor.data.dataset import open_dataset
+from flexor.data.loader import loader as loader_module
 from flexor.data.loader.open import open_loader
 from flexor.data.settings import CacheConfig, DatasetConfig, OrderConfig
 from flexor.data.storage import block_cache as blocks
@@ -73,6 +74,7 @@ def test_faults_lose_and_repeat_nothing(server, root):
 
 def test_a_server_that_is_gone_is_no_broken_frame_and_the_run_goes_on_later(server, root, monkeypatch):
     monkeypatch.setattr(remote, "ATTEMPTS", 2)
+    monkeypatch.setattr(loader_module, "GROUP_SAMPLES", 1)  # steps are read one by one
     expected = list(load(root).steps(0, 16))
     loader = load(server.address, remote_bytes=0)
     batches = []

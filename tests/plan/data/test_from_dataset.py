@@ -7,10 +7,10 @@ import pytest
 
 from flexor.data.dataset import open_dataset
 from flexor.data.format.writer import DatasetWriter
-from flexor.data.loader.loader import Loader
+from flexor.data.loader.loader import Loader, prefetched_groups
 from flexor.data.settings import CacheConfig
 from flexor.plan.data.from_dataset import facts_of
-from flexor.plan.data.host import PICTURES, Loading, prefetched_steps
+from flexor.plan.data.host import PICTURES, Loading, steps_in_memory
 
 
 @pytest.mark.parametrize("batch", [2, 4096])
@@ -23,7 +23,9 @@ def test_facts_are_the_loaders(dataset: Path, batch: int) -> None:
     for camera, name in zip(data.cameras, opened.cameras):
         assert camera.frame_bytes() == opened.store.format(name).nbytes
     loader = Loader(opened, deltas, batch_size=batch, device=None)
-    assert prefetched_steps(data, Loading(batch)) == loader._prefetch()
+    grouped = loader._grouped
+    waiting = prefetched_groups(grouped * loader._step_bytes)
+    assert steps_in_memory(data, Loading(batch)) == grouped * (1 + waiting)
     assert data.row_bytes * len(opened) == pytest.approx(
         sum(c.nbytes for c in opened.columns.values()), rel=0.01
     )

@@ -24,8 +24,8 @@ from flexor.plan.data.host import (
     loading_seconds,
     measured_speed,
     pool_bytes,
-    prefetched_steps,
     step_bytes,
+    steps_in_memory,
     supply,
 )
 
@@ -81,12 +81,12 @@ def test_a_step_of_batches() -> None:
 
 
 def test_steps_that_wait() -> None:
-    # RGB counts: 8 x 2 x 921,600 = 14.7 MB, and 256 MiB hold 18 of them, of which 8 may wait
-    assert prefetched_steps(TWO, Loading(batch_size=8)) == 8
-    # 64 samples: 118 MB, two of them
-    assert prefetched_steps(TWO, Loading(batch_size=64)) == 2
-    assert prefetched_steps(TWO, Loading(batch_size=64, accumulation=8)) == 1
-    assert prefetched_steps(Data(10, ()), Loading(batch_size=8)) == 8
+    # RGB counts: 8 x 2 x 921,600 = 14.7 MB. 64 MiB hold a group of 4, and 256 MiB hold 4 groups that wait
+    assert steps_in_memory(TWO, Loading(batch_size=8)) == 4 * (1 + 4)
+    # 64 samples: 118 MB, two of them wait
+    assert steps_in_memory(TWO, Loading(batch_size=64)) == 1 + 2
+    assert steps_in_memory(TWO, Loading(batch_size=64, accumulation=8)) == 1 + 1
+    assert steps_in_memory(Data(10, ()), Loading(batch_size=8)) == 32 * (1 + 8)
 
 
 def test_the_pool() -> None:
@@ -107,13 +107,13 @@ def test_memory_of_a_machine() -> None:
         decoders=2 * 4 * 460_800 * 12,  # both cameras are of one kind
         table=2 * 50_000 * 200,
         pool=256 << 20,
-        batches=2 * 9 * 2 * 4 * 2**20,
+        batches=2 * 20 * 2 * 4 * 2**20,
         cache=50_000 * 2 * 460_800,
         checkpoint=123,
     )
     assert (
         needed.total
-        == 7_000_000_000 + 44_236_800 + 20_000_000 + 268_435_456 + 150_994_944 + 46_080_000_000 + 123
+        == 7_000_000_000 + 44_236_800 + 20_000_000 + 268_435_456 + 335_544_320 + 46_080_000_000 + 123
     )
 
 

@@ -15,6 +15,7 @@ from safetensors import SafetensorError
 
 from flexor.cli.main import main
 from flexor.data.dataset import Dataset
+from flexor.data.loader import loader
 from flexor.train.checkpoint import folder as checkpoint
 from flexor.train.checkpoint import saver
 from flexor.train.checkpoint.saver import Saver
@@ -53,6 +54,7 @@ def test_an_error_elsewhere_does_not_cost_the_checkpoint(lowdim, tiny_act, tmp_p
         time.sleep(0.5)  # the loop fails meanwhile
         finish(self, *more)
 
+    monkeypatch.setattr(loader, "GROUP_SAMPLES", 1)  # steps are read one by one
     monkeypatch.setattr(Dataset, "read", fails_at_last)
     monkeypatch.setattr(checkpoint.Folder, "finish", slowly)
     with pytest.raises(OSError):

@@ -306,7 +306,7 @@ class Loader(StepPlanner):
         return valid_steps(self.dataset, self._rows_of(steps), self.deltas)
 
     def _weight_scale(self, step: int) -> float:
-        rows = self._rows_of(range(step, step + 1))
+        (rows,) = self._rows_of(range(step, step + 1))
         return weight_scale(self.dataset.columns[SAMPLE_WEIGHT][rows])
 
     @property

@@ -156,7 +156,7 @@ def host_memory(data: Data, loading: Loading, cache: CacheConfig, checkpoint: in
         decoders=ranks * max(1, loading.workers) * per_thread if on_cpu else 0,
         table=ranks * data.frames * data.row_bytes,
         pool=pool_bytes(data, loading, cache) if on_cpu and data.cameras else 0,
-        batches=ranks * (prefetched_steps(data, loading) + 1) * step_bytes(data, loading),
+        batches=ranks * steps_in_memory(data, loading) * step_bytes(data, loading),
         cache=data.cache_bytes(cache, not loading.gpu) if loading.tier == "ram" else 0,
         checkpoint=checkpoint,
     )
@@ -171,12 +171,12 @@ def pool_bytes(data: Data, loading: Loading, cache: CacheConfig) -> int:
     return int(min(max(TARGET_UNITS * loading.global_batch * unit_bytes, LEAST_POOL), MOST_POOL))
 
 
-def prefetched_steps(data: Data, loading: Loading) -> int:
-    """Optimizer steps whose batches may be prefetched."""
+def steps_in_memory(data: Data, loading: Loading) -> int:
+    """Optimizer steps whose batches may be in memory: the group of steps in use, and those that wait."""
     rgb = sum(camera.frame_bytes(rgb=True) * camera.steps for camera in data.cameras)
     step = max(1, rgb * loading.batch_size * loading.accumulation)
     grouped = steps_of_group(loading.batch_size * loading.accumulation, step)
-    return grouped * prefetched_groups(grouped * step)
+    return grouped * (1 + prefetched_groups(grouped * step))
 
 
 def step_bytes(data: Data, loading: Loading) -> int:
