@@ -67,7 +67,7 @@ def start_taking_long(tiny_act: list[str], folder: Path) -> list[ranks.Ranks]:
 def waiting(lowdim, tiny_act, tmp_path_factory) -> Iterator[dict[str, list[ranks.Ranks]]]:
     """Runs that mostly wait, beside all other tests of this file."""
     folder = tmp_path_factory.mktemp("waiting")
-    hang = functools.partial(trouble.at_call, trouble.READ, 7, functools.partial(time.sleep, FOREVER_S))
+    hang = functools.partial(trouble.hang_while_reading, 6)
     freeze = trouble.before_step(6, trouble.send(signal.SIGSTOP))
     started: dict[str, list[ranks.Ranks]] = {}
     for name, event in (("hang", hang), ("freeze", freeze)):

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from flexor.data.loader import loader
 from flexor.data.loader.prefetch import Prefetcher
 from support import ranks, runs
 from support.own_policy import own_policy
@@ -39,8 +40,9 @@ def compute_slowly(part: str) -> None:
 
 
 def read_late(step: int) -> None:
-    """In this process, the batch of a step comes late."""
-    real = Prefetcher.steps
+    """In this process, steps are read one by one, and the batch of one comes late."""
+    loader.GROUP_SAMPLES = 1
+    real = Prefetcher.groups
 
     def late(self: Any, start: int, stop: int) -> Iterator[Any]:
         for number, batches in enumerate(real(self, start, stop), start + 1):
@@ -48,7 +50,7 @@ def read_late(step: int) -> None:
                 time.sleep(SLEEP_S)
             yield batches
 
-    Prefetcher.steps = late  # type: ignore[method-assign]
+    Prefetcher.groups = late  # type: ignore[method-assign]
 
 
 SLOW = {  # what takes long, on which rank

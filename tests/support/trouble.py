@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from flexor.data.loader import loader
 from flexor.train import graph, loop
 from flexor.train.checkpoint import folder as checkpoint
 from flexor.train.ranks import processes, watchdog
@@ -38,6 +39,12 @@ def at_call(target: str, call: int, event: Callable[[], Any]) -> None:
         return function(*arguments, **options)
 
     setattr(owner, name, wrapper)
+
+
+def hang_while_reading(step: int) -> None:
+    """Have this process read steps one by one, and this one forever."""
+    loader.GROUP_SAMPLES = 1
+    at_call(READ, step + 1, functools.partial(time.sleep, FOREVER_S))
 
 
 def before_step(step: int, event: Callable[[], Any]) -> Callable[[], None]:

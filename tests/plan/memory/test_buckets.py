@@ -48,8 +48,12 @@ def exchanged(config: TrainConfig, monkeypatch: pytest.MonkeyPatch) -> tuple[Tra
     made: list[GradientExchange] = []
 
     class ManyRanks(rehearsal.Rehearsal):
-        def __init__(self, *settings: Any, **more: Any):
-            super().__init__(*settings, **more, processes=Processes(control="joined"))
+        def __init__(self, config: TrainConfig, batch_size: int, accumulation: int, tracker: Any):
+            ranks = Processes(control="joined")
+            engine = rehearsal.WatchedEngine(
+                tracker, rehearsal.META, config.precision, False, ranks, config.parallel
+            )
+            super().__init__(config, batch_size, accumulation, tracker, engine=engine)
             assert self.state.engine.exchange
             made.append(self.state.engine.exchange)
 

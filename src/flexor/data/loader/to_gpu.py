@@ -80,12 +80,12 @@ class Stager:
         ]
         host_edges = np.searchsorted(host_places[:, 0] // batch_size, [*batches, len(batches)])
         all_staged = []
-        for batch, part in zip(batches.tolist(), self._pinned(index).split(batch_size)):
-            staged = Staged(format, part, memory[host_edges[batch] : host_edges[batch + 1]])
+        for batch, rows_of_batch in zip(batches.tolist(), self._pinned(index).split(batch_size)):
+            staged = Staged(format, rows_of_batch, memory[host_edges[batch] : host_edges[batch + 1]])
             all_staged.append(staged)
             if rows < len(places):
-                own = slice(edges[batch], edges[batch + 1])
-                jobs += self._on_gpu(frames, places[own], kinds[own], staged, gpu_cache)
+                part = slice(edges[batch], edges[batch + 1])
+                jobs += self._on_gpu(frames, places[part], kinds[part], staged, gpu_cache)
         return all_staged, jobs
 
     def _on_gpu(
