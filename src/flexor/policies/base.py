@@ -183,7 +183,8 @@ class PolicyConfig:
 
     @property
     def uses_all_parameters(self) -> bool:
-        """Whether the loss of each step uses every parameter. If not, DDP has to find the unused ones."""
+        """Whether the loss of each step uses every parameter. If not, and if `graph_key()` is None too, ranks agree in
+        each step on which ones it uses."""
         return True
 
     @property
