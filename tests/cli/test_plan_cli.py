@@ -90,8 +90,8 @@ def test_a_run_with_a_graph_is_not_bound_by_the_host(capsys):
     assert (eager["time"]["graph"], eager["time"]["bound"]) == (False, "host")
     assert graph["time"]["step_s"] == pytest.approx(eager["time"]["at_best_s"])
     notes = []
-    never = "--parallel.find_unused_parameters=true"
-    for more in ([], ["--step=eager", ONE_GPU], ["--step=eager", ONE_GPU, never]):
+    never = ["--gpus=2", "--parallel.find_unused_parameters=true"]
+    for more in ([], ["--step=eager", ONE_GPU], ["--step=eager", *never]):
         cli.main(["plan", *JOB, "--gpu=4090", *more])
         notes.append(capsys.readouterr().out)
     assert "Steps are replayed as a CUDA graph" in notes[0] and "--step=auto" not in notes[0]

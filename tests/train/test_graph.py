@@ -91,7 +91,11 @@ def test_what_a_plan_asks_is_what_the_trainer_asks():
     ("engine", "more", "named"),
     [
         ({"on_nvidia": False}, {}, "NVIDIA"),
-        ({"on_nvidia": True}, {"parallel": ParallelConfig(find_unused_parameters=True)}, "find_unused"),
+        (
+            {"on_nvidia": True, "strategy": "ddp"},
+            {"parallel": ParallelConfig(find_unused_parameters=True)},
+            "find_unused",
+        ),
         (
             {"on_nvidia": True},
             {"activation_checkpointing": True, "compile": True},
@@ -106,6 +110,11 @@ def test_runs_without_a_graph(engine, more, named):
     with pytest.raises(ConfigError, match="step=graph"):
         wants_graph(replace(config, step="graph"), reason)
     assert wants_graph(config, None) and not wants_graph(replace(config, step="eager"), None)
+
+
+def test_one_process_has_no_unused_parameters_to_look_for():
+    config = TrainConfig(policy=ACTConfig(), parallel=ParallelConfig(find_unused_parameters=True))
+    assert why_not(config, on_nvidia=True) is None
 
 
 def test_a_graph_for_each_part_of_which_the_time_is_taken(monkeypatch):

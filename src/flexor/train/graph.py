@@ -67,7 +67,7 @@ def why_not(
         return "the run does not use an NVIDIA GPU"
     if not captures:
         return f"{strategy} can't be captured"
-    if config.parallel.find_unused_parameters:
+    if strategy == "ddp" and config.parallel.find_unused_parameters:
         return "parallel.find_unused_parameters=true looks for them in every step"
     if config.activation_checkpointing and config.compile:
         return (

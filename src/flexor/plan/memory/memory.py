@@ -259,7 +259,9 @@ def exchanges_over_gloo(config: TrainConfig) -> bool:
 
 def is_captured(config: TrainConfig, gpu: Card, trace: Trace, parallelism: Parallelism) -> bool:
     """Whether the trainer replays the steps of the run's last phase as a CUDA graph. The settings are settled."""
-    strategy = config.parallel.strategy if parallelism.world_size == 1 else parallelism.strategy
+    strategy: str = config.parallel.strategy
+    if parallelism.world_size > 1 or strategy == "ddp":
+        strategy = parallelism.strategy
     reason = why_not(
         config,
         on_nvidia=gpu.compute_capability is not None,
