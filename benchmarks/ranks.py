@@ -5,10 +5,10 @@
     python benchmarks/ranks.py --processes 1 --layers 60 --strategies ddp fsdp --precision bf16      # on a GPU
     python benchmarks/ranks.py --pretend 8 --layers 240 --strategies fsdp --precision bf16           # on one GPU
 
-With --steps: the step of one process, of one rank that exchanges gradients with itself over NCCL, and of two ranks that
-share the GPU and exchange them over gloo, each eager and as CUDA graphs, and of one rank with FSDP, at batch 8; and how
-long the host needs for it. NCCL captures the exchange of one rank, but moves nothing. Two ranks on one GPU share its
-time: their step takes twice as long, plus the exchange.
+With --steps: the step of one process, of one rank that exchanges gradients with itself over NCCL, of two ranks that
+share the GPU and exchange them over gloo, of one rank with FSDP, and of one rank of eight with FSDP whose collectives
+do nothing: each eager and as CUDA graphs, at batch 8, and how long the host needs for it. NCCL captures the exchange of
+one rank, but moves nothing. Two ranks on one GPU share its time: a step takes twice as long, plus the exchange.
 
 For each way to share a model: trains an ACT without cameras, `--layers` blocks of 12.6 million parameters, on a small
 dataset made on the spot: real runs by `flexor train` with real checkpoints. Prints a table, and one JSON object per
@@ -29,6 +29,7 @@ import functools
 import json
 import os
 import resource
+import shlex
 import statistics
 import subprocess
 import sys
@@ -43,11 +44,12 @@ from flexor.core.console import table
 from flexor.launch.local import free_port, rank_environment
 
 STEPS = 9
-WAYS = {
-    "one process": (1, "none"),
-    "1 over NCCL": (1, "nccl"),
-    "2 over gloo": (2, "gloo"),
-    "1 with FSDP": (1, "fsdp"),
+WAYS = {  # processes that are started, and those that they take part with
+    "one process": (1, 1, "none"),
+    "1 over NCCL": (1, 1, "nccl"),
+    "2 over gloo": (2, 2, "gloo"),
+    "1 with FSDP": (1, 1, "fsdp"),
+    "1 of 8 with FSDP": (1, 8, "fsdp"),
 }
 
 
@@ -64,7 +66,7 @@ def main() -> None:
     parser.add_argument(
         "--steps", nargs="+", metavar="POLICY", help="measure the step of these policies instead"
     )
-    parser.add_argument("--flags", nargs="+", default=[], help="with --steps: settings of all of them")
+    parser.add_argument("--flags", type=shlex.split, default=[], help="with --steps: settings of all of them")
     parser.add_argument("--step", nargs="+", choices=("eager", "graph"), default=["eager", "graph"])
     parser.add_argument("--ways", nargs="+", choices=WAYS, default=[*WAYS])
     parser.add_argument("--json", action="store_true")
@@ -107,9 +109,9 @@ def measure_steps(options: Any) -> None:
     for policy in options.steps:
         flags = [f"--policy.type={policy}", "--batch_size=8", *options.flags]
         for way in options.ways:
-            count, backend = WAYS[way]
-            for step in options.step if backend != "fsdp" else ["eager"]:
-                ranks = start(count, [backend, f"--step={step}", *flags])
+            count, world_size, backend = WAYS[way]
+            for step in options.step:
+                ranks = start(count, world_size, [backend, f"--step={step}", *flags])
                 result = max(ranks, key=lambda rank: rank["step_ms"])
                 rows.append({"policy": policy, "way": way, "step": step, **result})
                 if options.json:
@@ -125,11 +127,12 @@ def step_row(result: dict[str, Any]) -> list[str]:
     return [result["policy"], result["way"], result["step"], *times, *sizes]
 
 
-def start(count: int, arguments: list[str]) -> list[dict[str, Any]]:
-    """The figures that `step_main` prints in each of these processes."""
+def start(count: int, world_size: int, arguments: list[str]) -> list[dict[str, Any]]:
+    """The figures that `step_main` prints in each of these processes; if they are not all, they pretend."""
     port, processes = free_port(), []
     for rank in range(count):
-        env = {**os.environ, **(rank_environment(rank, count, port, "step", 0))}
+        env = {**os.environ, **(rank_environment(rank, world_size, port, "step", 0))}
+        env["RANKS_PRETEND"] = str(world_size if world_size > count else 0)
         command = [sys.executable, __file__, "step", *arguments]
         processes.append(subprocess.Popen(command, env=env, stdout=subprocess.PIPE, text=True))
     printed = [process.communicate()[0] for process in processes]
@@ -283,6 +286,8 @@ def step_main(backend: str, flags: list[str]) -> None:
     from flexor.train.engine.fsdp import ShardedEngine
     from flexor.train.ranks.processes import find_processes
 
+    if os.environ["RANKS_PRETEND"] != "0":
+        pretend()
     let_gpu_memory_grow()
     device, processes = torch.device("cuda", 0), find_processes()
     parser = argparse.ArgumentParser()
@@ -294,7 +299,9 @@ def step_main(backend: str, flags: list[str]) -> None:
     if backend != "none":
         sharded = backend == "fsdp"
         backend = "nccl" if sharded else backend
-        config = with_settings(config, {"parallel.backend": backend})
+        config = with_settings(
+            config, {"parallel.backend": backend, "parallel.strategy": "fsdp" if sharded else "ddp"}
+        )
         processes.join(device, 600, backend)
         make = functools.partial(ShardedEngine, strategy="fsdp") if sharded else Engine
         engine = make(device, config.precision, False, processes, config.parallel)
@@ -311,15 +318,15 @@ def step_main(backend: str, flags: list[str]) -> None:
     step()
     host = time.perf_counter() - started
     seconds = statistics.median(seconds_each(step, GPU_STEPS, device) for _ in range(WINDOWS))
-    sharded, exchange = step.run.state.engine.sharded, step.run.state.engine.exchange
+    exchange = step.run.state.engine.exchange
     trained = [p for p in step.run.policy.parameters() if p.requires_grad]
     card = ThisDevice(torch.cuda.mem_get_info(device)[1], torch.cuda.get_device_capability(device))
-    planner = MemoryPlanner(config, card, world_size=1 if exchange is None else 2)
+    planner = MemoryPlanner(config, card, world_size=processes.world_size if exchange is None else 2)
     figures = {
         "step_ms": 1e3 * seconds,
         "peak": torch.cuda.max_memory_allocated(device),
         "host_ms": 1e3 * host,
-        "planned": 0 if sharded else planner.at(step.run.split.batch_size).allocated,
+        "planned": planner.at(step.run.split.batch_size).allocated,
         "exchanged": sum(p.nbytes for p in trained) if exchange else 0,
         "captured": bool(getattr(step.run.run_step, "captured", None)),
         "device": torch.cuda.get_device_name(device),

@@ -41,7 +41,15 @@ def test_resumed_run_is_bitwise_the_uninterrupted_one(small, tmp_path):
 
 WAYS = {
     "ddp, accumulation": (2, ["--batch_size=1", "--gradient_accumulation_steps=2"]),
-    "fsdp, recomputed": (2, ["--batch_size=2", "--parallel.strategy=fsdp", "--activation_checkpointing"]),
+    "fsdp, accumulation, recomputed": (
+        2,
+        [
+            "--batch_size=1",
+            "--gradient_accumulation_steps=2",
+            "--parallel.strategy=fsdp",
+            "--activation_checkpointing",
+        ],
+    ),
 }
 
 

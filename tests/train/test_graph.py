@@ -81,10 +81,12 @@ def test_what_a_plan_asks_is_what_the_trainer_asks():
     for strategy in ("fsdp", "hsdp"):
         sharded = replace(config, parallel=ParallelConfig(strategy=strategy))
         assert captures_steps(sharded) == ShardedEngine.captures
-        assert (
-            why_not(sharded, on_nvidia=True, strategy=strategy, captures=False)
-            == f"{strategy} can't be captured"
-        )
+        offloaded = replace(config, parallel=ParallelConfig(strategy=strategy, cpu_offload=True))
+        assert not captures_steps(offloaded)
+        assert "cpu_offload" in (why_not(offloaded, on_nvidia=True, strategy=strategy, captures=False) or "")
+    assert (
+        why_not(config, on_nvidia=True, strategy="deepspeed", captures=False) == "deepspeed can't be captured"
+    )
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from flexor.config.for_gpu import settle_for_gpu
-from flexor.config.schema import TrainConfig
+from flexor.config.schema import SHARDED, TrainConfig
 from flexor.core.batch import SAMPLE_ID, Batch
 from flexor.core.devices import find_device
 from flexor.core.errors import ConfigError, FlexorError
@@ -122,7 +122,7 @@ def bench_step(config: TrainConfig, ways: Sequence[Way] = WAYS, steps: int | Non
 def _check(config: TrainConfig, steps: int | None) -> None:
     if steps is not None and steps < 1:
         raise ConfigError(f"--steps={steps} must be at least 1.")
-    if config.parallel.strategy in ("fsdp", "hsdp"):
+    if config.parallel.strategy in SHARDED:
         raise ConfigError(
             f"parallel.strategy={config.parallel.strategy}: this measures the step of one process, which has the whole "
             "model. Remove the option."

@@ -128,6 +128,9 @@ class CheckpointConfig:
     `flexor export` creates it for any other checkpoint."""
 
 
+SHARDED = ("fsdp", "hsdp")  # strategies that store a part of the model in each process
+
+
 @dataclass(frozen=True)
 class ParallelConfig:
     strategy: Literal["auto", "ddp", "fsdp", "hsdp"] = "auto"

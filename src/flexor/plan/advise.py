@@ -14,7 +14,7 @@ from itertools import groupby
 
 from flexor.config.for_gpu import settle_for_gpu
 from flexor.config.parse import parse_flags
-from flexor.config.schema import TrainConfig, validate_weights
+from flexor.config.schema import SHARDED, TrainConfig, validate_weights
 from flexor.core.errors import ConfigError
 from flexor.core.typed import with_settings
 from flexor.data.settings import parse_image_size
@@ -153,7 +153,7 @@ def _same_result(config: TrainConfig, fewer: int) -> Iterator[Change]:
 
 
 def _more_gpus(config: TrainConfig, gpus: int) -> Iterator[Change]:
-    if config.parallel.strategy not in ("fsdp", "hsdp"):
+    if config.parallel.strategy not in SHARDED:
         flags, stored = (
             ("", f"{gpus} GPUs stores a part") if gpus > 1 else ("--gpus=2 ", "two GPUs stores half")
         )

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from flexor.config.accelerate_flags import started_by_accelerate, uses_deepspeed
 from flexor.config.schedules import build_scheduler
-from flexor.config.schema import ParallelConfig, TrainConfig
+from flexor.config.schema import SHARDED, ParallelConfig, TrainConfig
 from flexor.core.devices import settle_rounding
 from flexor.core.errors import ConfigError
 from flexor.core.log import log
@@ -61,7 +61,7 @@ def build_engine(config: TrainConfig, processes: Processes, device: torch.device
     strategy: str = config.parallel.strategy
     if strategy == "auto" and processes.world_size > 1:
         strategy = pick_strategy(config, processes, device)
-    if strategy in ("fsdp", "hsdp"):
+    if strategy in SHARDED:
         from flexor.train.engine.fsdp import ShardedEngine
 
         return ShardedEngine(*settings, strategy=strategy)
@@ -72,12 +72,18 @@ def build_engine(config: TrainConfig, processes: Processes, device: torch.device
 
 def captures_steps(config: TrainConfig) -> bool:
     """The `captures` of the engine that the run will have: plans have none."""
-    return config.parallel.strategy not in ("fsdp", "hsdp") and not uses_deepspeed()
+    by_accelerate = started_by_accelerate() and config.parallel.strategy in SHARDED
+    return not (by_accelerate or uses_deepspeed() or config.parallel.cpu_offload)
 
 
 def keep_copies(config: TrainConfig, engine: Engine, split: Split, optimizer: torch.optim.Optimizer) -> None:
     """From here on, the steps of a run that can do so compute with bfloat16 copies of its weights."""
-    if engine.device.type in DEVICES and engine.captures and may_keep_copies(config, split):
+    if (
+        engine.device.type in DEVICES
+        and engine.captures
+        and not engine.sharded
+        and may_keep_copies(config, split)
+    ):
         engine.copies = Bf16Copies(engine.policy, optimizer)
 
 
@@ -86,12 +92,20 @@ def may_keep_copies(config: TrainConfig, split: Split) -> bool:
     plain = not (config.compile or config.activation_checkpointing or config.lora.r)
     lower = config.precision == "bf16" and config.weights_dtype != "bf16"
     adam = config.optimizer.type in ("adam", "adamw")
-    return split.accumulation == 1 and plain and lower and adam and config.policy.computes_with_bf16_copies
+    whole = config.parallel.strategy not in SHARDED
+    return (
+        split.accumulation == 1
+        and plain
+        and lower
+        and adam
+        and whole
+        and config.policy.computes_with_bf16_copies
+    )
 
 
 def _accelerate_engine(parallel: ParallelConfig) -> type[Engine] | None:
     """The engine that runs on Accelerate, if the settings and the Accelerate config ask for one."""
-    sharded = parallel.strategy in ("fsdp", "hsdp")
+    sharded = parallel.strategy in SHARDED
     if parallel.cpu_offload and (uses_deepspeed() or not sharded):
         raise ConfigError("parallel.cpu_offload=true requires FSDP: select it in the Accelerate config.")
     if uses_deepspeed():

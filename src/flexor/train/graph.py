@@ -65,6 +65,8 @@ def why_not(
     """
     if not on_nvidia:
         return "the run does not use an NVIDIA GPU"
+    if config.parallel.cpu_offload:
+        return "parallel.cpu_offload=true copies each block from host memory"
     if not captures:
         return f"{strategy} can't be captured"
     if strategy == "ddp" and config.parallel.find_unused_parameters:
@@ -101,7 +103,7 @@ class _Pieces:
         exchange: GradientExchange | None = None,
         generators: Sequence[torch.Generator] = (),
     ):
-        """`generators`: those that are drawn from, besides the GPU's own."""
+        """`last`: the part that the last graph ends. `generators`: those that are drawn from besides the GPU's own."""
         self.times, self.last, self.pool, self.stream, self.exchange = times, last, pool, stream, exchange
         self.generators = generators
         self.pieces: list[Piece] = []
@@ -147,9 +149,8 @@ class _Captured:
     batch: Batch
     keys: NoiseKeys
     names: list[str]  # of the parts of the loss
-    # of the first micro-batch and of all later ones, each with its loss and parts
     passes: list[tuple[list[Piece], Tensor]]
-    update: list[Piece]  # what follows the last; empty: it is part of the only pass
+    """Of the first micro-batch, of those between, and of the last with the update; each with its loss and parts."""
     norm: Tensor
     recomputing: list[tuple[torch.Generator, int]]
     """Generators of blocks that are recomputed with dropout, and where in its numbers each begins."""
@@ -245,28 +246,22 @@ class GraphStep:
         batch, keys = _memory_for(like, device), NoiseKeys(device)
         noise, names = GraphNoise(keys, batch[SAMPLE_ID]), []
         passes: list[tuple[list[Piece], Tensor]] = []
-        update: list[Piece] = []
         generators, recomputing = self._generators(places)
         # The first pass makes the gradients, later ones add to them: a parameter that the loss does not reach has none.
-        for _ in range(min(micro_batches, 2)):
-            last = "optimizer" if micro_batches == 1 else "backward"
-            with DROPOUT.captured(generators), self._pieces(last, [g for g, _ in recomputing]) as pieces:
-                with state.engine.accumulate(last=micro_batches == 1):
+        for last in (*[False] * min(micro_batches - 1, 2), True):
+            part, drawn_from = "optimizer" if last else "backward", [g for g, _ in recomputing]
+            with DROPOUT.captured(generators), self._pieces(part, drawn_from) as pieces:
+                with state.engine.accumulate(last):
                     loss, parts = forward_backward(state, batch, noise)
                 figures = torch.stack([value.float() for value in (loss, *parts.values())])
-                if micro_batches == 1:
+                if last:
                     state.engine.finish_backward(state.times)
                     norm = update_weights(state).float()
             names = [*parts]
             passes.append((pieces, figures))
-        if micro_batches > 1:
-            with self._pieces("optimizer") as update:
-                if state.engine.exchange:
-                    state.engine.exchange.finish(state.times)
-                norm = update_weights(state).float()
-        return _Captured(batch, keys, names, passes, update, norm, recomputing)
+        return _Captured(batch, keys, names, passes, norm, recomputing)
 
-    def _pieces(self, last: str, generators: Sequence[torch.Generator] = ()) -> _Pieces:
+    def _pieces(self, last: str, generators: Sequence[torch.Generator]) -> _Pieces:
         times, exchange = self.state.times, self.state.engine.exchange
         return _Pieces(times, last, self.pool, self.stream, exchange, generators)
 
@@ -291,10 +286,10 @@ class GraphStep:
             state.times.mark("copy")
             seed_dropout(state, micro)
             self._seed_blocks(captured.recomputing)
-            pieces, figures = captured.passes[min(micro, 1)]
+            last = micro + 1 == len(batches)
+            pieces, figures = captured.passes[-1 if last else min(micro, 1)]
             self._run(pieces)
             total += figures
-        self._run(captured.update)
         loss, *parts = total.unbind()
         return StepFigures(loss, captured.norm.clone(), dict(zip(captured.names, parts)))
 

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from flexor.config.parse import flatten
-from flexor.config.schema import TrainConfig
+from flexor.config.schema import SHARDED, TrainConfig
 from flexor.core.errors import UNWRITABLE, ConfigError, FlexorError
 from flexor.core.log import log, log_file, set_rank
 from flexor.core.machine import let_gpu_memory_grow
@@ -97,7 +97,7 @@ def _take_part(
     started_at = time.perf_counter()
     let_gpu_memory_grow()
     device = pick_device(config.policy.device, processes)
-    if processes.world_size > 1 or config.parallel.strategy in ("fsdp", "hsdp"):
+    if processes.world_size > 1 or config.parallel.strategy in SHARDED:
         processes.join(device, config.parallel.timeout_s, config.parallel.backend)
         check_same_program(processes)
     place = (processes.rank, processes.world_size, processes.host)

@@ -125,7 +125,8 @@ def test_phases_with_the_same_key_share_a_graph():
         ({"step": "eager"}, False),
         ({"step": "auto", "activation_checkpointing": True}, True),
         ({"step": "auto", "activation_checkpointing": True, "compile": True}, False),
-        ({"step": "auto", "parallel": ParallelConfig(strategy="fsdp")}, False),
+        ({"step": "auto", "parallel": ParallelConfig(strategy="fsdp")}, True),
+        ({"step": "auto", "parallel": ParallelConfig(strategy="fsdp", cpu_offload=True)}, False),
     ],
 )
 def test_plans_know_which_runs_have_a_graph(more: dict, captured: bool):
@@ -134,7 +135,8 @@ def test_plans_know_which_runs_have_a_graph(more: dict, captured: bool):
     assert is_captured(config, H200, trace, Parallelism()) == captured
     automatic = replace(config, step="auto")
     assert is_captured(automatic, H200, trace, Parallelism("ddp", 2)) == (captured or config.step == "eager")
-    assert not is_captured(automatic, H200, trace, Parallelism("fsdp", 2, 2))
+    sharded = is_captured(automatic, H200, trace, Parallelism("fsdp", 2, 2))
+    assert sharded == (captured or config.step == "eager")
     assert not is_captured(replace(config, step="auto"), Gpu(compute_capability=None), trace, Parallelism())
 
 

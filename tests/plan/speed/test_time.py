@@ -248,9 +248,8 @@ def test_traffic_hides_behind_computing_as_far_as_it_can(trace: Trace, h200: GPU
     assert slow.spread > fast.spread == pytest.approx(alone.spread)
 
 
-def test_passes_of_a_graph_exchange_after_the_last(h200: GPU) -> None:
-    """So does gloo, which is not part of a graph; eager passes overlap with the exchange over either."""
-    times: dict[tuple[str, int, str], float] = {}
+def test_gloo_exchanges_after_a_graph(h200: GPU) -> None:
+    """It is not part of one. NCCL overlaps with the last backward pass, and so do eager passes over either."""
     for step in ("auto", "eager"):
         for passes, backend in ((1, "nccl"), (2, "nccl"), (1, "gloo")):
             parallel = ParallelConfig(strategy="ddp", backend=backend)  # type: ignore[arg-type]
@@ -261,12 +260,8 @@ def test_passes_of_a_graph_exchange_after_the_last(h200: GPU) -> None:
                 traced, h200, config=config, parallelism=ddp, speeds=speeds(), links=links(1e9, 2)
             )
             assert made.graph == (step == "auto") and made.communication > 0
-            times[step, passes, backend] = made.exposed / made.communication
-    assert (
-        times["auto", 1, "nccl"] < 1
-        and times["auto", 2, "nccl"] == pytest.approx(1) == times["auto", 1, "gloo"]
-    )
-    assert all(share < 1 for (step, *_), share in times.items() if step == "eager")
+            overlaps = made.exposed < made.communication * (1 - 1e-6)
+            assert overlaps == (step == "eager" or backend == "nccl")
 
 
 def test_every_gpu_of_the_database_has_a_time(trace: Trace) -> None:

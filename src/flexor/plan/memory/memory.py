@@ -16,7 +16,7 @@ from dataclasses import dataclass, field, replace
 from itertools import count
 
 from flexor.config.for_gpu import settle_for_gpu
-from flexor.config.schema import TrainConfig
+from flexor.config.schema import SHARDED, TrainConfig
 from flexor.plan.memory.allocator import MIB, OutOfMemory, Peak, replay
 from flexor.plan.memory.bound import LeastMemory, least_memory
 from flexor.plan.memory.buckets import PlannedBucket, fill_buckets
@@ -37,7 +37,7 @@ NCCL = 300 * MIB  # its buffers and kernels; 200 to 500 MiB, depending on the li
 SPARE = 0.01  # share of a GPU's memory that stays free
 
 # Sharded by FSDP.
-SHARDED: tuple[Category, ...] = ("weights", "optimizer", "ema")
+IN_PARTS: tuple[Category, ...] = ("weights", "gradients", "optimizer", "ema")
 
 
 @dataclass(frozen=True)
@@ -151,7 +151,7 @@ class MemoryPlanner:
     def trace_of_rank(self, trace: Trace) -> Trace:
         """The trace of one process of a multi-process run."""
         parallelism = self.parallelism(trace)
-        if parallelism.world_size == 1:
+        if parallelism.strategy == "one process":
             return trace
         if parallelism.strategy == "ddp":
             return _with_buckets(trace, kept_by_graph=exchanges_over_gloo(self.config))
@@ -159,7 +159,7 @@ class MemoryPlanner:
 
     def parallelism(self, trace: Trace) -> Parallelism:
         world_size, parallel = self.world_size, self.config.parallel
-        if world_size == 1:
+        if world_size == 1 and parallel.strategy not in SHARDED:
             return Parallelism()
         strategy: str = parallel.strategy
         if strategy == "auto":
@@ -259,14 +259,11 @@ def exchanges_over_gloo(config: TrainConfig) -> bool:
 
 def is_captured(config: TrainConfig, gpu: Card, trace: Trace, parallelism: Parallelism) -> bool:
     """Whether the trainer replays the steps of the run's last phase as a CUDA graph. The settings are settled."""
-    strategy: str = config.parallel.strategy
-    if parallelism.world_size > 1 or strategy == "ddp":
-        strategy = parallelism.strategy
     reason = why_not(
         config,
         on_nvidia=gpu.compute_capability is not None,
-        strategy=strategy,
-        captures=captures_steps(config) and strategy not in ("fsdp", "hsdp"),
+        strategy=parallelism.strategy,
+        captures=captures_steps(config),
     )
     return wants_graph(config, reason) and trace.steps[-1].graph_key is not None and not trace.waits
 
@@ -335,18 +332,18 @@ def _sharded(trace: Trace, shards: int, config: TrainConfig) -> Trace:
     units = sorted(units, reverse=True)
     weights = rest + sum(units[:2] if config.parallel.reshard_after_forward else units)
     largest = max(trace.units, key=lambda unit: unit.trained)
-    gradients = [largest.gradients(half), largest.trained * 4, -(-trace.gradients // shards)]
+    gradients = [largest.gradients(half), largest.trained * 4]
     category: dict[int, Category] = dict(trace.category)
     added = [*_allocations([weights], category, "weights"), *_allocations(gradients, category, "gradients")]
-    on_host = ("weights", "optimizer") if config.parallel.cpu_offload else ()
+    on_host = ("weights", "gradients", "optimizer") if config.parallel.cpu_offload else ()
 
     def change(events: list[Event], _: StepEvents | None) -> list[Event]:
         out = []
         for event in events:
             name = trace.category.get(event.storage)
-            if name in SHARDED and event.kind == "alloc":
+            if name in IN_PARTS and event.kind == "alloc":
                 event = event._replace(nbytes=0 if name in on_host else -(-event.nbytes // shards))
-            if name not in ("casts", "gradients"):
+            if name != "casts":
                 out.append(event)
         return out
 

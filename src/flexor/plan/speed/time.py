@@ -245,8 +245,7 @@ def _traffic(
         seconds = slower * _sharded_seconds(trace, parallelism, config, links)
         return Traffic(seconds, max(0.0, seconds - HIDDEN * clocks.gpu_seconds))
     buckets, backward = _sent(trace, gpu, speeds, config.policy.type, clocks)
-    # the graphs of all passes of a step are the same, and gloo is not part of a graph: the exchange follows them
-    if clocks.graph and (trace.accumulation > 1 or exchanges_over_gloo(config)):
+    if clocks.graph and exchanges_over_gloo(config):  # gloo is not part of a graph: the exchange follows it
         buckets = [bucket._replace(ready=backward) for bucket in buckets]
     return traffic(buckets, backward, lambda nbytes: slower * links.all_reduce(nbytes))
 

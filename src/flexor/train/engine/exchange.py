@@ -126,8 +126,6 @@ class GradientExchange:
 
     def finish(self, times: StepTimes) -> None:
         """The gradients of all ranks are summed when this returns, or on a GPU when what is queued is done."""
-        if not self._begun:  # a graph of its own, after the passes
-            self.begin()
         self._begun = False
         used = frozenset(i for i, p in enumerate(self.parameters) if self._gradient(p) is not None)
         everywhere = self._settle_layout(used)

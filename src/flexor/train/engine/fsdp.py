@@ -42,11 +42,11 @@ class ShardedEngine(Engine):
     """A shard of the model in each process (FSDP2), or in each process of a group (HSDP)."""
 
     sharded = True
-    captures = False
 
     def __init__(self, *settings: Any, strategy: str = "fsdp"):
         super().__init__(*settings)
         self.strategy = strategy
+        self.captures = not self.parallel.cpu_offload  # the host waits for each block
         self.replicated: list[str] = []  # names of the parameters that are not sharded
         if self.parallel.backend == "gloo" and self.device.type == "cuda":
             raise ConfigError(
@@ -236,12 +236,10 @@ def local_shards(optimizer: torch.optim.Optimizer) -> Iterator[None]:
 
 
 def unshard_once(policy: Policy) -> None:
-    """Gather every block once, for a policy that does not use all of its blocks at first.
+    """Gather every block once: torch can't accumulate gradients while some block was never gathered.
 
-    torch can't accumulate gradients while some block was never gathered.
+    A policy may not use all of its blocks at first, or ever.
     """
-    if policy.config.uses_all_parameters:
-        return
     for block in policy.modules():
         if isinstance(block, FSDPModule):
             block.unshard()
