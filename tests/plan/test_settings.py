@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from flexor.config.schema import EMAConfig, OptimizerConfig, ParallelConfig, TrainConfig
-from flexor.plan.trace.events import Trace
+from flexor.plan.memory.ranks import sharded
+from flexor.plan.trace.events import Event, Trace
 from flexor.plan.trace.trace import trace_step
 from flexor.policies.adapters import LoraConfig
 from support.own_policy import own_policy
@@ -129,21 +131,59 @@ def test_every_policy(kind: str, way: str):
 
 def test_many_processes_share_what_is_trained(make: Make):
     adapters = 2 * (6 + 100) + 2 * (100 + 100) + 2 * (100 + 6)
-    ddp, fsdp = (
-        plan_memory(make(lora=LoraConfig(r=2), parallel=ParallelConfig(strategy=s)), H200, 2, world_size=4)
-        for s in ("ddp", "fsdp")
-    )
-    assert ddp.part("gradients") == rounded(4 * adapters)  # one bucket
-    # a gradient and the buffer it is summed in, of what is trained; and this rank's part of all
-    assert fsdp.part("gradients") == 2 * rounded(4 * adapters) + rounded(adapters)
+    ddp = make(lora=LoraConfig(r=2), parallel=ParallelConfig(strategy="ddp"))
+    assert plan_memory(ddp, H200, 2, world_size=4).part("gradients") == rounded(4 * adapters)  # one bucket
+    # gradients of what is trained, then the buffer they are summed in; and this rank's part of them
+    fsdp = make(lora=LoraConfig(r=2), parallel=ParallelConfig(strategy="fsdp"))
+    assert reduced(fsdp) == [4 * adapters, 4 * adapters]
+    assert shards(fsdp) == adapters
 
 
 def test_shards_of_weights_in_bfloat16(make: Make):
     """Matrices are gathered as they are stored; a gradient is summed in float32."""
     config = make(weights_dtype="bf16", precision="bf16", parallel=ParallelConfig(strategy="fsdp"))
-    fsdp, trained = plan_memory(config, H200, 2, world_size=4), MATRICES + VECTORS
-    shard = -(-(2 * MATRICES + 4 * VECTORS) // 4)
-    assert fsdp.part("gradients") == rounded(2 * trained) + rounded(4 * trained) + rounded(shard)
+    trained = MATRICES + VECTORS
+    assert reduced(config) == [2 * trained, 4 * trained]
+    assert shards(config) == pytest.approx((2 * MATRICES + 4 * VECTORS) / 4, abs=8)
+
+
+def test_fsdp_gathers_two_blocks_at_a_time():
+    config = settings("act", precision="bf16", parallel=ParallelConfig(strategy="fsdp"))
+    trace = trace_step(config, 2, H200)
+    blocks = sorted((unit.gathered(True) for unit in trace.units[:-1]), reverse=True)
+    assert len(blocks) > 2
+    assert most_gathered(trace, config) <= trace.units[-1].gathered(True) + sum(blocks[:2])
+    kept = replace(config, parallel=ParallelConfig(strategy="fsdp", reshard_after_forward=False))
+    assert most_gathered(trace, kept) == trace.units[-1].gathered(True) + sum(blocks)
+
+
+def most_gathered(trace: Trace, config: TrainConfig) -> int:
+    """The most bytes of gathered weights that a rank has at a time."""
+    rank, last = sharded(trace, 4, config), max(trace.category)
+    sizes: dict[int, int] = {}
+    most = 0
+    for event in rank.events:
+        if event.storage > last and rank.category[event.storage] == "weights":
+            sizes[event.storage] = event.nbytes if event.kind == "alloc" else 0
+            most = max(most, sum(sizes.values()))
+    return most
+
+
+def reduced(config: TrainConfig) -> list[int]:
+    """The sizes of what FSDP allocates besides shards to reduce the gradients of a step."""
+    return [nbytes for kind, _, nbytes, _ in gradient_events(config, new=True) if kind == "alloc" and nbytes]
+
+
+def shards(config: TrainConfig) -> int:
+    """Bytes of a rank's gradients."""
+    return sum(event.nbytes for event in gradient_events(config, new=False) if event.kind == "alloc")
+
+
+def gradient_events(config: TrainConfig, new: bool) -> list[Event]:
+    trace = trace_step(config, 2, H200)
+    rank, last = sharded(trace, 4, config), max(trace.category)
+    events = [event for event in rank.events if rank.category.get(event.storage) == "gradients"]
+    return [event for event in events if (event.storage > last) == new]
 
 
 def rounded(nbytes: int) -> int:

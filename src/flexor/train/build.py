@@ -92,13 +92,13 @@ def may_keep_copies(config: TrainConfig, split: Split) -> bool:
     plain = not (config.compile or config.activation_checkpointing or config.lora.r)
     lower = config.precision == "bf16" and config.weights_dtype != "bf16"
     adam = config.optimizer.type in ("adam", "adamw")
-    whole = config.parallel.strategy not in SHARDED
+    unsharded = config.parallel.strategy not in SHARDED
     return (
         split.accumulation == 1
         and plain
         and lower
         and adam
-        and whole
+        and unsharded
         and config.policy.computes_with_bf16_copies
     )
 

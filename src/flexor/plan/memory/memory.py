@@ -3,25 +3,21 @@
 A run with CUDA graphs takes its first steps eagerly and then captures one, which has memory of its own: the peak is in
 whichever of the two needs more.
 
-Outside the allocator are the CUDA context with its kernels, and NCCL's buffers for several processes. Multi-process
-strategies change a trace by rules: gradients move to the buckets in which they are exchanged; sharded memory shrinks,
-and temporarily gathered memory is added.
+Outside the allocator are the CUDA context with its kernels, and NCCL's buffers for several processes. What several
+processes change in a trace is in `ranks`.
 """
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
-from itertools import count
 
 from flexor.config.for_gpu import settle_for_gpu
 from flexor.config.schema import SHARDED, TrainConfig
 from flexor.plan.memory.allocator import MIB, OutOfMemory, Peak, replay
 from flexor.plan.memory.bound import LeastMemory, least_memory
-from flexor.plan.memory.buckets import PlannedBucket, fill_buckets
+from flexor.plan.memory.ranks import sharded, with_buckets
 from flexor.plan.trace.cuda_on_meta import Card
-from flexor.plan.trace.events import Category, Event, StepEvents, Trace
+from flexor.plan.trace.events import Trace
 from flexor.plan.trace.traces import Traces
 from flexor.train.build import captures_steps
 from flexor.train.graph import WARM_UP, wants_graph, why_not
@@ -35,9 +31,6 @@ CONTEXT = 500 * MIB  # CUDA context and the kernels that a run loads
 CONTEXT_HOPPER = 840 * MIB  # measured on an H200: 839 to 841 MiB with CUDA 13
 NCCL = 300 * MIB  # its buffers and kernels; 200 to 500 MiB, depending on the links
 SPARE = 0.01  # share of a GPU's memory that stays free
-
-# Sharded by FSDP.
-IN_PARTS: tuple[Category, ...] = ("weights", "gradients", "optimizer", "ema")
 
 
 @dataclass(frozen=True)
@@ -154,8 +147,8 @@ class MemoryPlanner:
         if parallelism.strategy == "one process":
             return trace
         if parallelism.strategy == "ddp":
-            return _with_buckets(trace, kept_by_graph=exchanges_over_gloo(self.config))
-        return _sharded(trace, parallelism.shards, self.config)
+            return with_buckets(trace, kept_by_graph=exchanges_over_gloo(self.config))
+        return sharded(trace, parallelism.shards, self.config)
 
     def parallelism(self, trace: Trace) -> Parallelism:
         world_size, parallel = self.world_size, self.config.parallel
@@ -266,113 +259,3 @@ def is_captured(config: TrainConfig, gpu: Card, trace: Trace, parallelism: Paral
         captures=captures_steps(config),
     )
     return wants_graph(config, reason) and trace.steps[-1].graph_key is not None and not trace.waits
-
-
-# Many processes.
-
-
-def _with_buckets(trace: Trace, kept_by_graph: bool) -> Trace:
-    """DDP: when the gradients of a bucket are ready, they are copied there and freed; the optimizer reads the bucket.
-
-    `kept_by_graph`: the exchange is outside of the graph, so a graph's buckets stay where they are.
-    """
-    category: dict[int, Category] = dict(trace.category)
-    numbers, exchanged = count(max(category) + 1), set[int]()
-
-    def change(events: list[Event], step: StepEvents | None) -> list[Event]:
-        if step is None:
-            return events
-        buckets = fill_buckets(step.ready)
-        copied = {next(numbers): bucket for bucket in buckets if not bucket.in_place}
-        category.update(dict.fromkeys(copied, "gradients"))
-        exchanged.update(copied)
-        in_place = (bucket.gradients[0].storage for bucket in buckets if bucket.in_place)
-        exchanged.update(storage for storage in in_place if storage is not None)
-        return _packed(events, copied)
-
-    packed = _rewritten(trace, [], change, category)
-    return replace(packed, kept_by_graph=frozenset(exchanged)) if kept_by_graph else packed
-
-
-def _packed(events: list[Event], buckets: dict[int, PlannedBucket]) -> list[Event]:
-    """The events of a step with these buckets, by the number of their storage."""
-    full = [*buckets.items()]
-    # Storages that the trace has not freed yet, by bucket. A storage may hold gradients of several buckets.
-    unfreed_in = {number: {gradient.storage for gradient in bucket.gradients} for number, bucket in full}
-    packed_into: dict[int | None, list[int]] = defaultdict(list)
-    for number, storages in unfreed_in.items():
-        for storage in storages:
-            packed_into[storage].append(number)
-    out: list[Event] = []
-    for event in events:
-        while full and event.op > full[0][1].op:
-            number, bucket = full.pop(0)
-            out.append(Event("alloc", number, bucket.nbytes, bucket.op))
-            last = (s for s in unfreed_in[number] if s is not None and packed_into[s][-1] == number)
-            out += [Event("free", storage, 0, bucket.op) for storage in last]
-        if event.kind != "free" or event.storage not in packed_into:
-            out.append(event)
-            continue
-        for number in packed_into[event.storage]:
-            unfreed_in[number].discard(event.storage)
-            if not unfreed_in[number]:
-                out.append(event._replace(storage=number))
-    return out
-
-
-def _sharded(trace: Trace, shards: int, config: TrainConfig) -> Trace:
-    """FSDP: a shard of each weight, its gradient and its state; blocks are gathered while they compute.
-
-    In addition to the shards: the rest of the policy outside of blocks, which is always gathered; two blocks (one
-    computes while the next is gathered); and a block's gradient with the float32 buffer for its reduction over ranks.
-    Weights are gathered in the lower precision, which replaces autocast's copies.
-    """
-    half = config.precision != "no"
-    *units, rest = (unit.gathered(half) for unit in trace.units)
-    units = sorted(units, reverse=True)
-    weights = rest + sum(units[:2] if config.parallel.reshard_after_forward else units)
-    largest = max(trace.units, key=lambda unit: unit.trained)
-    gradients = [largest.gradients(half), largest.trained * 4]
-    category: dict[int, Category] = dict(trace.category)
-    added = [*_allocations([weights], category, "weights"), *_allocations(gradients, category, "gradients")]
-    on_host = ("weights", "gradients", "optimizer") if config.parallel.cpu_offload else ()
-
-    def change(events: list[Event], _: StepEvents | None) -> list[Event]:
-        out = []
-        for event in events:
-            name = trace.category.get(event.storage)
-            if name in IN_PARTS and event.kind == "alloc":
-                event = event._replace(nbytes=0 if name in on_host else -(-event.nbytes // shards))
-            if name != "casts":
-                out.append(event)
-        return out
-
-    return _rewritten(trace, added, change, category)
-
-
-def _allocations(sizes: Iterable[int], category: dict[int, Category], name: Category) -> list[Event]:
-    """Allocations to add to a trace; their storages are added to `category`."""
-    events = [Event("alloc", storage, size, 0) for storage, size in enumerate(sizes, max(category) + 1)]
-    category |= {event.storage: name for event in events}
-    return events
-
-
-def _rewritten(
-    trace: Trace,
-    added: list[Event],
-    change: Callable[[list[Event], StepEvents | None], list[Event]],
-    category: dict[int, Category],
-) -> Trace:
-    """The trace with events added at the end of the build phase, and `change` applied to every part.
-
-    `change` gets the step of the events that compute it; None for those that build and load.
-    """
-    events = [*change(trace.events[: trace.built], None), *added]
-    built, steps = len(events), []
-    for step in trace.steps:
-        start = len(events)
-        events += change(trace.events[step.start : step.loaded], None)
-        loaded = len(events)
-        events += change(trace.events[step.loaded : step.end], step)
-        steps.append(replace(step, start=start, loaded=loaded, end=len(events)))
-    return replace(trace, events=events, category=category, built=built, steps=steps)

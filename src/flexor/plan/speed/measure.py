@@ -49,7 +49,7 @@ class Stopwatch:
     def name(self, tensors: Iterable[Tensor], category: Category) -> None:
         """Does nothing: memory is measured by the allocator."""
 
-    def gradient_ready(self, weight: nn.Parameter, leaf: Tensor) -> None:
+    def gradient_ready(self, weight: nn.Parameter, unit: int, leaf: Tensor) -> None:
         """Does nothing: only traces note it."""
 
 

@@ -64,6 +64,8 @@ class ReadyGradient(NamedTuple):
     """If it is a bucket of its own, it can be exchanged where it is."""
     storage: int | None
     """None if its memory is not tracked."""
+    unit: int = 0
+    """Index of what FSDP gathers together with this weight, in `Trace.units`."""
 
     @property
     def numel(self) -> int:

@@ -56,7 +56,7 @@ class Watcher(Protocol):
     phase: Phase
     ready: list[ReadyGradient]
 
-    def gradient_ready(self, weight: nn.Parameter, leaf: Tensor) -> None: ...
+    def gradient_ready(self, weight: nn.Parameter, unit: int, leaf: Tensor) -> None: ...
 
     def name(self, tensors: Iterable[Tensor], category: Category) -> None: ...
 
@@ -87,9 +87,10 @@ class WatchedEngine(Engine):
         """Note when each gradient of this pass is ready."""
         self.tracker.ready.clear()
         hooks = []
-        for weight in filter(lambda weight: weight.requires_grad, self.policy.parameters()):
-            note = functools.partial(self.tracker.gradient_ready, weight)
-            hooks.append(self._leaf_of(weight).register_post_accumulate_grad_hook(note))
+        for unit, weights in enumerate(unit_parameters(self.policy)):
+            for weight in filter(lambda weight: weight.requires_grad, weights):
+                note = functools.partial(self.tracker.gradient_ready, weight, unit)
+                hooks.append(self._leaf_of(weight).register_post_accumulate_grad_hook(note))
         yield
         for hook in hooks:
             hook.remove()
@@ -220,14 +221,21 @@ class Rehearsal:
 
     def units(self) -> list[UnitSize]:
         """What FSDP would gather together. What it leaves whole because of its dtype is little, and counts with it."""
-        counted: set[int] = set()
         sizes = []
-        for unit in sharding_of(self.policy).units:
-            parameters = [p for p in unit.parameters() if id(p) not in counted]
+        for parameters in unit_parameters(self.policy):
             groups = (parameters, [p for p in parameters if p.requires_grad])
-            counted |= {id(p) for p in parameters}
             sizes.append(UnitSize(*(sum(p.numel() for p in group) for group in groups), *map(total, groups)))
         return sizes
+
+
+def unit_parameters(policy: Policy) -> list[list[nn.Parameter]]:
+    """The parameters of each unit of `sharding_of`."""
+    counted: set[nn.Parameter] = set()
+    units = []
+    for unit in sharding_of(policy).units:
+        units.append([p for p in unit.parameters() if p not in counted])
+        counted |= {*units[-1]}
+    return units
 
 
 def total(tensors: Iterable[Tensor]) -> int:

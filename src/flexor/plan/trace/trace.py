@@ -148,7 +148,7 @@ class OperationTracker(TorchDispatchMode):
             if number is not None:
                 self.category[number] = category
 
-    def gradient_ready(self, weight: nn.Parameter, leaf: Tensor) -> None:
+    def gradient_ready(self, weight: nn.Parameter, unit: int, leaf: Tensor) -> None:
         """The backward pass has computed the gradient of a weight, or of the copy that it computes with."""
         gradient = leaf.grad
         assert gradient is not None
@@ -160,6 +160,7 @@ class OperationTracker(TorchDispatchMode):
             weight.dtype,
             can_stay(gradient, weight),
             self.number(gradient),
+            unit,
         )
         self.ready.append(ready)
 
