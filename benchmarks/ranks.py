@@ -1,6 +1,7 @@
 """What each process of a run takes: its step, its memory, and how long a checkpoint holds it up.
 
     python benchmarks/ranks.py --steps act diffusion smolvla                                         # on one GPU
+    python benchmarks/ranks.py --steps pi0 --flags="--batch_size=32" --ways "one process" "1 with FSDP"
     python benchmarks/ranks.py --processes 4 --layers 12 --strategies ddp fsdp hsdp
     python benchmarks/ranks.py --processes 1 --layers 60 --strategies ddp fsdp --precision bf16      # on a GPU
     python benchmarks/ranks.py --pretend 8 --layers 240 --strategies fsdp --precision bf16           # on one GPU
@@ -113,7 +114,8 @@ def measure_steps(options: Any) -> None:
             for step in options.step:
                 ranks = start(count, world_size, [backend, f"--step={step}", *flags])
                 result = max(ranks, key=lambda rank: rank["step_ms"])
-                rows.append({"policy": policy, "way": way, "step": step, **result})
+                settings = shlex.join(options.flags)
+                rows.append({"policy": policy, "flags": settings, "way": way, "step": step, **result})
                 if options.json:
                     print(json.dumps(rows[-1]), flush=True)
     if not options.json:

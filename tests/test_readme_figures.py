@@ -80,7 +80,7 @@ def test_many_gpus():
 
 def test_steps_of_ranks():
     rows = json.loads(newest("ranks_step*.json"))["rows"]
-    ms = {(row["policy"], row["way"], row["step"]): row["step_ms"] for row in rows}
+    ms = {(row["policy"], row["way"], row["step"]): row["step_ms"] for row in rows if not row["flags"]}
     page = (ROOT / "docs/multi_gpu.md").read_text()
     for policy, name in (
         ("act", "ACT"),
@@ -94,3 +94,21 @@ def test_steps_of_ranks():
         assert f"| {name} | {alone:.1f} | {graph:.1f} | {graph / alone:.2f} | {eager:.1f} |" in page
     graph, eager = (round(ms["act", "2 over gloo", step]) for step in ("graph", "eager"))
     assert re.search(rf"need {graph} ms for\sa step of ACT as two graphs, and {eager} ms eager", page)
+
+
+def test_steps_of_ranks_with_fsdp():
+    rows = json.loads(newest("ranks_step*.json"))["rows"]
+    page = (ROOT / "docs/multi_gpu.md").read_text()
+    for policy, name, batch_size in (("smolvla", "SmolVLA", 8), ("smolvla", "SmolVLA", 32), ("pi0", "pi0", 8)):
+        larger = f"--batch_size={batch_size}" if batch_size != 8 else ""
+        ms = {
+            (row["way"], row["step"]): f"{row['step_ms']:.1f}"
+            for row in rows
+            if row["policy"] == policy
+            and ("train_expert_only=false" in row["flags"] or policy != "smolvla")
+            and (larger in row["flags"] if larger else "batch_size" not in row["flags"])
+        }
+        alone, graph = ms["one process", "graph"], ms["1 with FSDP", "graph"]
+        others = [ms.get(("1 of 8 with FSDP", "graph"), ""), ms.get(("1 with FSDP", "eager"), "")]
+        cells = [f"{name}, batch {batch_size}", alone, graph, f"{float(graph) / float(alone):.2f}", *others]
+        assert re.sub(r"\s+", " ", f"| {' | '.join(cells)} |") in page

@@ -78,14 +78,18 @@ def test_one_rank_over_nccl_computes_what_one_process_computes(more, small, tmp_
     assert_same(graph, alone)
 
 
-@pytest.mark.parametrize(
-    "more", [*FLAGS.values(), ["--gradient_accumulation_steps=3"]], ids=[*FLAGS, "three"]
-)
-def test_fsdp_as_a_graph_computes_what_eager_steps_compute(more, small, tmp_path, replays):
-    """One rank, which gathers its own shards."""
+def test_fsdp_as_a_graph_computes_what_eager_steps_compute(small, tmp_path, replays):
+    """One rank, which gathers its own shards; with accumulation, a graph of three different passes."""
     data, policy = small
-    if "--weights_dtype=bf16" in more and "tdmpc" in policy[0]:
-        pytest.skip("TD-MPC moves some weights itself, which are not kept in bf16")
+    check_fsdp(data, policy, ["--precision=bf16", "--gradient_accumulation_steps=3"], tmp_path, replays)
+
+
+@pytest.mark.parametrize("more", FLAGS.values(), ids=FLAGS)
+def test_settings_of_fsdp_as_a_graph(more, dataset, tiny_act, tmp_path, replays):
+    check_fsdp(dataset, without_device(tiny_act), more, tmp_path, replays)
+
+
+def check_fsdp(data: Path, policy: list[str], more: list[str], tmp_path: Path, replays: list[int]) -> None:
     flags = [*CUDA, f"--steps={STEPS}", "--parallel.strategy=fsdp", *more]
     graph = runs.train(data, tmp_path / "graph", policy, *flags, "--step=graph")
     vocabulary = 3 if "vqbet" in policy[0] else 0

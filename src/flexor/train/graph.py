@@ -4,7 +4,8 @@ The first steps of a kind run eagerly, because libraries initialise themselves i
 replayed from there on: as one graph, or as one for each part of which a run takes the time. Before each replay the
 batch, the learning rates, the keys of the noise and the seed of dropout are copied to where the graph reads them.
 `begin_step` of the policy and the schedule stay outside. Several ranks exchange their gradients over NCCL within the
-graph, while the backward pass goes on, and over gloo between two graphs.
+graph, while the backward pass goes on, and over gloo between two graphs. FSDP gathers weights and reduces gradients
+within the graph too.
 A graph runs the kernels of the eager step, so it computes the same. A step of another kind (a smaller batch, another
 phase of training, other frozen parameters) gets a graph of its own; if there are too many kinds, it runs eagerly.
 """
