@@ -99,7 +99,11 @@ def test_steps_of_ranks():
 def test_steps_of_ranks_with_fsdp():
     rows = json.loads(newest("ranks_step*.json"))["rows"]
     page = (ROOT / "docs/multi_gpu.md").read_text()
-    for policy, name, batch_size in (("smolvla", "SmolVLA", 8), ("smolvla", "SmolVLA", 32), ("pi0", "pi0", 8)):
+    for policy, name, batch_size in (
+        ("smolvla", "SmolVLA", 8),
+        ("smolvla", "SmolVLA", 32),
+        ("pi0", "pi0", 8),
+    ):
         larger = f"--batch_size={batch_size}" if batch_size != 8 else ""
         ms = {
             (row["way"], row["step"]): f"{row['step_ms']:.1f}"
