@@ -21,7 +21,7 @@ from flexor.core.foreign_files import LARGEST_LINES, MALFORMED, parse_json, read
 from flexor.core.paths import inside
 from flexor.data.check.report import CheckReport
 from flexor.data.format import stats as statistics
-from flexor.data.format.file_names import FileNames
+from flexor.data.format.file_names import FileNames, episode_tables
 from flexor.data.format.metadata import LARGEST_INDEX, Feature, declared_feature
 
 VERSIONS = ("v3.0", "v2.1", "v2.0")
@@ -178,12 +178,18 @@ def _add_episode(
 
 
 def _episode_rows_v3(layout: Layout, report: CheckReport) -> Iterator[dict[str, Any]]:
-    files = sorted((layout.root / "meta/episodes").rglob("*.parquet"))
+    folder = layout.root / "meta/episodes"
+    files, ignored = episode_tables(p.relative_to(layout.root).as_posix() for p in folder.rglob("*.parquet"))
+    for file in ignored:
+        message = "this copy is not read: LeRobot and Flexor read meta/episodes/chunk-*/file-*.parquet"
+        report.warning("stray-files", message, "delete it, or move it away from meta/", file=file)
+    if files and files[0].count("/") != 3:
+        message = "LeRobot does not find this file: it reads meta/episodes/chunk-*/file-*.parquet"
+        report.warning("misplaced", message, "move it there; `flexor data repair` does", file=files[0])
     if not files:
         message = "the folder contains no parquet file, so the episodes are unknown"
         report.error("episodes-missing", message, FETCH_META, file="meta/episodes/")
-    for path in files:
-        file = path.relative_to(layout.root).as_posix()
+    for file in files:
         try:
             with pq.ParquetFile(layout.path(file)) as opened:
                 names = [n for n in opened.schema_arrow.names if not n.startswith("stats/")]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from math import inf
 from string import Formatter
 from typing import Any
@@ -26,6 +26,16 @@ V2_FIELDS = ("episode_chunk", "episode_index", "chunk_index")
 
 # at most nine digits: {chunk_index:0999999999d} would fill the memory
 NUMBER_FORMAT = re.compile(r"0?[1-9]?d?")
+
+
+def episode_tables(names: Iterable[str]) -> tuple[list[str], list[str]]:
+    """The tables of meta/episodes that count, and those that LeRobot ignores: it reads meta/episodes/*/*.parquet.
+
+    If none is there, as other programs write it, all count.
+    """
+    names = sorted(names)
+    tables = [name for name in names if name.count("/") == 3]
+    return (tables, [name for name in names if name not in tables]) if tables else (names, [])
 
 
 class FileNames:

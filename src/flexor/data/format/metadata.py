@@ -21,7 +21,7 @@ from flexor.core.log import warn_once
 from flexor.core.paths import UnsafePath
 from flexor.data.format import stats as statistics
 from flexor.data.format.depth import DepthScale, depth_scale
-from flexor.data.format.file_names import FileNames
+from flexor.data.format.file_names import FileNames, episode_tables
 from flexor.data.format.schema import DEFAULT_FEATURES
 from flexor.data.storage.source import Source
 
@@ -206,7 +206,9 @@ def _frame_rate(value: Any) -> float:
 
 
 def _read_v3(source: Source, names: FileNames, cameras: list[str]) -> tuple[EpisodeFiles, list[str]]:
-    files = source.list("meta/episodes", ".parquet")
+    files, ignored = episode_tables(source.list("meta/episodes", ".parquet"))
+    if ignored:
+        warn_once("%s: ignored, as LeRobot does: %s", source, ", ".join(ignored[:5]))
     if not files:
         raise BrokenFile(source, "meta/episodes/", "the folder contains no parquet file")
     needed = ["episode_index", "length", "tasks", "data/chunk_index", "data/file_index"]
@@ -381,7 +383,7 @@ def read_episode_stats(source: Source, feature: str, key: str) -> dict[int, np.n
             pairs = [(line["episode_index"], line["stats"][feature][key]) for line in lines]
             return {int(episode): np.asarray(value, np.float64) for episode, value in pairs}
         column = f"stats/{feature}/{key}"
-        for file in source.list("meta/episodes", ".parquet"):
+        for file in episode_tables(source.list("meta/episodes", ".parquet"))[0]:
             if column in parquet_columns(source, file):
                 table = read_parquet(source, file, ["episode_index", column])
                 pairs += zip(table["episode_index"].to_pylist(), table[column].to_pylist())

@@ -53,6 +53,7 @@ REPAIRS = {
     "totals": "recomputed",
     "splits": "set to all episodes",
     "stray-files": "not copied",
+    "misplaced": "moved to its place",
     "episode-missing": "episodes renumbered",
     "episodes-unreadable": "left out",
     "tasks-missing": "texts taken from the episodes",
