@@ -24,6 +24,7 @@ from flexor.core.log import warn_once
 from flexor.core.secrets import redacted
 from flexor.data.format.episode_list import checked_episodes, select_episodes
 from flexor.data.format.metadata import BrokenFile, Feature, Metadata, read_metadata
+from flexor.data.format.row_tasks import episode_tasks, tasks_to_select_by
 from flexor.data.format.table import FrameTable, fill_in, read_table
 from flexor.data.format.windows import window_rows
 from flexor.data.frames.bad_episodes import BadEpisodes, missing_files, unreadable_clips, video_cameras
@@ -267,7 +268,7 @@ def open_dataset(
     selected = select_episodes(
         name,
         meta.episodes.index,
-        meta.episodes.tasks,
+        meta.episodes.tasks if tasks is None else tasks_to_select_by(source, meta),
         episodes=episodes,
         exclude=exclude_episodes,
         by_task=tasks,
@@ -340,7 +341,7 @@ def _assemble(
         episodes=Episodes(
             table.episode,
             table.length,
-            [meta.episodes.tasks[i] for i in table.episode],
+            episode_tasks(bad.dataset, meta, table.episode, table.length, rows.columns["task_index"]),
             (np.cumsum(meta.episodes.length) - meta.episodes.length)[table.episode],
         ),
         skipped=bad.reasons,

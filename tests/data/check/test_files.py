@@ -1,5 +1,6 @@
 """Files that are not where they should be, or not what they should be: named, and repaired."""
 
+import json
 import shutil
 from pathlib import Path
 
@@ -10,8 +11,9 @@ import pytest
 from flexor.data.check.check import check_dataset
 from flexor.data.dataset import open_dataset
 from flexor.data.repair.repair import repair_dataset
-from support.damage import EPISODES
-from support.small_datasets import LENGTHS, write
+from support.damage import EPISODES, edit_table
+from support.legacy import to_v2
+from support.small_datasets import LENGTHS, TASKS, write
 
 
 @pytest.fixture(scope="module")
@@ -62,3 +64,89 @@ def test_episode_metadata_without_a_chunk_is_read_though_lerobot_does_not(copy):
     assert (repaired.out / EPISODES).is_file() and check_dataset(repaired.out).findings == []
     again = open_dataset(root=repaired.out)
     assert np.array_equal(again.columns["action"], dataset.columns["action"])
+
+
+# --- tasks that files name differently
+
+
+def relist(root: Path, tasks: list[str]) -> None:
+    """Change what the metadata lists; the rows stay as they are."""
+    edit_table(root / EPISODES, tasks=lambda old: [[task] for task in tasks])
+
+
+def test_rows_with_another_task_than_the_metadata_lists(copy, caplog):
+    """As after a conversion that gave all episodes the task of the first: rows and the old metadata are right."""
+    lines = [json.dumps({"episode_index": i, "tasks": [task]}) for i, task in enumerate(TASKS)]
+    (copy / "meta/episodes.jsonl").write_text("\n".join(lines))
+    assert check_dataset(copy, deep=False).findings == []
+    relist(copy, ["push"] * 4)
+    report = check_dataset(copy, deep=False)
+    assert [(f.severity, f.name, f.episode) for f in report.findings] == [
+        ("warning", "task-conflict", 1),
+        ("warning", "task-conflict", 3),
+    ]
+    message = report.findings[1].evidence
+    assert "its rows (task_index 2) say 'lift'" in message
+    assert "meta/episodes says 'push'" in message and "meta/episodes.jsonl says 'lift'" in message
+    assert "training uses the task of the rows" in report.findings[0].fix
+    lift = open_dataset(root=copy, tasks="lift")
+    assert lift.episodes.index.tolist() == [3] and lift.episodes.tasks == [["lift"]]
+    assert set(lift.read([0, 1])["task"]) == {"lift"}
+    assert open_dataset(root=copy).episodes.tasks == [[task] for task in TASKS]
+    assert "2 episodes have another task than the metadata lists" in caplog.text
+
+
+def test_repair_makes_conflicting_tasks_one(copy):
+    relist(copy, ["push"] * 4)
+    report = repair_dataset(copy, copy.with_name("repaired"))
+    assert "episode 3: the metadata lists another task than its rows: set to that of the rows, 'lift'" in str(
+        report
+    )
+    assert check_dataset(report.out).findings == []
+    assert pq.read_table(report.out / EPISODES)["tasks"].to_pylist() == [[task] for task in TASKS]
+    again = open_dataset(root=report.out)
+    assert again.read([0, len(again) - 1])["task"] == ["push", "lift"]
+
+
+def test_more_tasks_than_the_rows_have_are_no_conflict(copy):
+    """Some datasets list a judgement beside the task."""
+    edit_table(copy / EPISODES, tasks=lambda old: [[*tasks, "valid"] for tasks in old])
+    assert check_dataset(copy, deep=False).findings == []
+    assert open_dataset(root=copy, tasks="valid").episodes.index.tolist() == [0, 1, 2, 3]
+    report = repair_dataset(copy, copy.with_name("repaired"))
+    assert pq.read_table(report.out / EPISODES)["tasks"].to_pylist()[3] == ["lift", "valid"]
+
+
+def test_task_tables_that_differ(copy):
+    lines = [{"task_index": i, "task": task} for i, task in enumerate(("push", "pull", "lift"))]
+    (copy / "meta/tasks.jsonl").write_text("\n".join(map(json.dumps, lines)))
+    assert check_dataset(copy, deep=False).findings == []
+    lines[2]["task"] = "raise"
+    (copy / "meta/tasks.jsonl").write_text("\n".join(map(json.dumps, lines)))
+    (finding,) = check_dataset(copy, deep=False).findings
+    assert (finding.name, finding.file) == ("task-conflict", "meta/tasks.jsonl")
+    assert "task 2 is 'lift' in meta/tasks.parquet, but 'raise' in meta/tasks.jsonl" in finding.evidence
+
+
+def test_tasks_out_of_order_are_told(copy):
+    """LeRobot takes the task in a row of the file, not the one with the number."""
+    table = pq.read_table(copy / "meta/tasks.parquet")
+    pq.write_table(table.take([2, 0, 1]), copy / "meta/tasks.parquet")
+    (finding,) = check_dataset(copy, deep=False).findings
+    assert finding.name == "task-order"
+    report = repair_dataset(copy, copy.with_name("repaired"))
+    assert pq.read_table(report.out / "meta/tasks.parquet")["task_index"].to_pylist() == [0, 1, 2]
+    assert open_dataset(root=report.out).read([12])["task"] == ["pull"]
+
+
+def test_metadata_of_a_newer_version_beside_old_metadata(original, tmp_path):
+    """A version decides which metadata is read, in a check as in training."""
+    root = to_v2(original, tmp_path / "old", "v2.1")
+    shutil.copytree(original / "meta/episodes", root / "meta/episodes")
+    assert check_dataset(root).findings == []
+    edit_table(root / EPISODES, tasks=lambda old: [["push"]] * 4)
+    assert check_dataset(root).findings == []
+    path = root / "meta/episodes.jsonl"
+    path.write_text(path.read_text().replace('"pull"', '"lift"'))
+    (finding,) = check_dataset(root).findings
+    assert "meta/episodes.jsonl says 'lift', meta/episodes says 'push'" in finding.evidence

@@ -20,6 +20,7 @@ from flexor.core.errors import DatasetError
 from flexor.data.check.layout import EpisodeEntry, Layout, read_layout
 from flexor.data.check.report import CheckReport
 from flexor.data.check.tables import OWN_COLUMNS, Tables, check_tables
+from flexor.data.check.tasks import check_tasks
 from flexor.data.check.videos import check_videos
 from flexor.data.format.metadata import Feature
 from flexor.data.format.stats import NEEDED_STATS
@@ -50,6 +51,7 @@ def check_dataset(
     check_totals(layout, report)
     check_depth(layout, report)
     tables = check_tables(layout, selected, report)
+    check_tasks(layout, tables, report)
     _check_stats(layout, tables, report)
     check_videos(layout, selected, tables.timestamps, report, progress)
     check_stray_files(layout, report)

@@ -71,6 +71,8 @@ class Layout:
     episodes: list[EpisodeEntry] = field(default_factory=list)
     tasks: dict[int, str] = field(default_factory=dict)
     stats: dict[str, dict[str, Any]] = field(default_factory=dict)
+    is_v3: bool = True
+    """Whether its metadata is read as that of v3.0."""
 
     @property
     def video_features(self) -> list[Feature]:
@@ -100,7 +102,8 @@ def read_layout(root: str | Path, report: CheckReport) -> Layout:
     layout.info, layout.version = info, str(info.get("codebase_version", "unknown"))
     report.version = layout.version
     _read_features(layout, report)
-    is_v3 = layout.version.startswith("v3") or (layout.root / "meta/episodes").is_dir()
+    layout.is_v3 = _is_v3(layout)
+    is_v3 = layout.is_v3
     if layout.version not in VERSIONS:
         report.error(
             "version-unknown",
@@ -121,6 +124,13 @@ def read_layout(root: str | Path, report: CheckReport) -> Layout:
     layout.tasks = _tasks_v3(layout, report) if is_v3 else _tasks_v2(layout, report)
     layout.stats = _read_stats(layout, report)
     return layout
+
+
+def _is_v3(layout: Layout) -> bool:
+    """As the version says; a folder meta/episodes decides if the version is none that is known."""
+    if layout.version in VERSIONS:
+        return layout.version == "v3.0"
+    return layout.version.startswith("v3") or (layout.root / "meta/episodes").is_dir()
 
 
 def _checked_paths(layout: Layout, episode: EpisodeEntry) -> EpisodeEntry:
@@ -266,6 +276,26 @@ def _tasks_v2(layout: Layout, report: CheckReport) -> dict[int, str]:
     rows = _read_jsonl(layout, "tasks", report, required=False)
     pairs = ((row.get("task_index"), row.get("task")) for row in rows)
     return _task_texts(pairs, "meta/tasks.jsonl", report)
+
+
+def read_other_episodes(layout: Layout) -> dict[int, list[str]]:
+    """The tasks of episodes in metadata of another version, which is not read otherwise. Its faults don't matter."""
+    ignored = CheckReport(layout.root, deep=False)
+    if layout.is_v3:
+        present = layout.path("meta/episodes.jsonl").is_file()
+        rows = _read_jsonl(layout, "episodes", ignored) if present else []
+    else:
+        rows = list(_episode_rows_v3(layout, ignored))
+    tasks = {_number(row): row.get("tasks") for row in rows}
+    return {
+        number: [str(task) for task in texts] for number, texts in tasks.items() if isinstance(texts, list)
+    }
+
+
+def read_other_tasks(layout: Layout) -> dict[int, str]:
+    """The texts of tasks in a table of another version."""
+    ignored = CheckReport(layout.root, deep=False)
+    return _tasks_v2(layout, ignored) if layout.is_v3 else _tasks_v3(layout, ignored)
 
 
 def _task_texts(pairs: Iterable[tuple[Any, Any]], file: str, report: CheckReport) -> dict[int, str]:

@@ -32,6 +32,8 @@ class Tables:
     timestamps: dict[int, np.ndarray] = field(default_factory=dict)
     low: dict[str, np.ndarray] = field(default_factory=dict)
     high: dict[str, np.ndarray] = field(default_factory=dict)
+    tasks: dict[int, list[float]] = field(default_factory=dict)
+    """The task numbers of each episode's rows."""
 
 
 def check_tables(layout: Layout, selected: list[EpisodeEntry], report: CheckReport) -> Tables:
@@ -230,6 +232,7 @@ class _File:
         if "task_index" not in self._columns or not self.layout.tasks:
             return
         used = np.unique(self._columns["task_index"][rows, 0]).tolist()
+        self.tables.tasks[episode.index] = used
         unknown = [task for task in used if task not in self.layout.tasks]  # NaN too
         if unknown:
             message = f"task_index {unknown[:5]} is not among the dataset's {len(self.layout.tasks)} tasks"

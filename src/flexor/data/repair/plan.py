@@ -14,6 +14,7 @@ import numpy as np
 from flexor.core.errors import DatasetError
 from flexor.data.check.layout import VERSIONS, Layout
 from flexor.data.check.report import CheckReport
+from flexor.data.format.row_tasks import disagree
 from flexor.data.repair.account import EpisodePlan
 from flexor.data.repair.tables import Columns, find_rows, plan_columns
 from flexor.data.repair.videos import check_sizes, find_clips, read_index, share_whole_files
@@ -207,6 +208,13 @@ class _Tasks:
                 plan.repairs.append(f"task_index {old}, which has no text, {change}")
             new[plan.task_index == old] = number
         plan.task_index = new
+        rows = [text for number in np.unique(new).tolist() if (text := self.texts[number])]
+        if disagree(rows, texts):
+            named = ", ".join(map(repr, rows))
+            plan.repairs.append(
+                f"the metadata lists another task than its rows: set to that of the rows, {named}"
+            )
+            plan.episode = replace(plan.episode, tasks=rows)
 
     def _number(self, text: str) -> int:
         if text not in self.texts:
