@@ -10,10 +10,11 @@ import pytest
 
 from flexor.data.check.check import check_dataset
 from flexor.data.dataset import open_dataset
+from flexor.data.format.file_names import match_misplaced
 from flexor.data.repair.repair import repair_dataset
 from support.damage import EPISODES, edit_table
 from support.legacy import to_v2
-from support.small_datasets import LENGTHS, TASKS, write
+from support.small_datasets import LENGTHS, SIDE, TASKS, TOP, write
 
 
 @pytest.fixture(scope="module")
@@ -150,3 +151,63 @@ def test_metadata_of_a_newer_version_beside_old_metadata(original, tmp_path):
     path.write_text(path.read_text().replace('"pull"', '"lift"'))
     (finding,) = check_dataset(root).findings
     assert "meta/episodes.jsonl says 'lift', meta/episodes says 'push'" in finding.evidence
+
+
+# --- files in another folder
+
+
+@pytest.mark.parametrize("version", ["v3.0", "v2.1"])
+def test_videos_in_another_folder_are_used_by_a_repair(original, copy, tmp_path, version, caplog):
+    root = copy if version == "v3.0" else to_v2(original, tmp_path / "old", version)
+    (root / "videos").rename(root / "video")
+    report = check_dataset(root)
+    assert {(f.severity, f.name, f.episode) for f in report.findings} == {("error", "misplaced", None)}
+    count = 1 if version == "v3.0" else 4
+    message, fix = report.findings[0].evidence, report.findings[0].fix
+    assert f"{count} of {count} video files are not where meta/info.json says: video/" in message
+    assert "rename the folder video to videos" in fix
+    assert open_dataset(root=root).cameras == [] and "may be it: `flexor data repair`" in caplog.text
+    repaired = repair_dataset(root, tmp_path / "repaired")
+    assert f"{TOP}: {message.split(':')[0]}" in str(repaired) and "moved to its place" in str(repaired)
+    assert check_dataset(repaired.out).findings == []
+    ours, theirs = open_dataset(root=repaired.out), open_dataset(root=original)
+    rows = np.arange(len(theirs))
+    for camera in (TOP, SIDE):
+        assert np.array_equal(ours.read(rows)[camera], theirs.read(rows)[camera])
+
+
+def test_videos_of_another_camera_are_not_taken(copy):
+    """A camera without files: those of other cameras and unrelated files are not its own."""
+    shutil.move(copy / f"videos/{SIDE}", copy / "videos/observation.images.side_old")
+    report = check_dataset(copy, deep=False)
+    assert {f.name for f in report.findings} == {"camera-absent", "stray-files"}
+
+
+def test_tables_in_another_folder_and_order(original, tmp_path):
+    root = to_v2(original, tmp_path / "old", "v2.1")
+    for number, path in enumerate(sorted((root / "data").rglob("*.parquet"))):
+        target = root / f"train/{path.name}" if number else path
+        target.parent.mkdir(exist_ok=True)
+        path.rename(target)
+    for path in sorted((root / "videos").rglob("*.mp4")):
+        chunk, camera, name = path.relative_to(root / "videos").parts
+        target = root / "videos" / camera / chunk / name
+        target.parent.mkdir(exist_ok=True, parents=True)
+        path.rename(target)
+    report = check_dataset(root, deep=False)
+    assert {(f.name, f.feature) for f in report.findings} == {
+        ("misplaced", name) for name in (None, TOP, SIDE)
+    }
+    repaired = repair_dataset(root, tmp_path / "repaired")
+    assert repaired.ok and len(repaired.included) == 4
+
+
+def test_two_candidates_are_not_guessed():
+    missing = ["videos/chunk-000/top/episode_000001.mp4"]
+    assert match_misplaced(missing, ["video/top/episode_000001.mp4"]) == {
+        missing[0]: "video/top/episode_000001.mp4"
+    }
+    assert match_misplaced(missing, ["a/top/episode_000001.mp4", "b/top/episode_000001.mp4"]) == {}
+    assert match_misplaced(missing, ["video/side/episode_000001.mp4", ".git/top/episode_000001.mp4"]) == {}
+    part = ["videos/top/chunk-001/file-000.mp4"]
+    assert match_misplaced(part, ["video/top/chunk-000/file-000.mp4"]) == {}

@@ -213,6 +213,7 @@ def check_stray_files(layout: Layout, report: CheckReport) -> None:
     """Warn about files that no episode refers to: leftovers, or the metadata is out of date."""
     named = {episode.data_file for episode in layout.episodes}
     named |= {span.file for episode in layout.episodes for span in episode.videos.values()}
+    named |= {*layout.misplaced.values()}
     for folder, suffix in (("data", "*.parquet"), ("videos", "*.mp4")):
         files = [path.relative_to(layout.root).as_posix() for path in (layout.root / folder).rglob(suffix)]
         stray = sorted(file for file in files if file not in named)

@@ -7,6 +7,7 @@ report. `flexor data check` and `flexor data info` use it.
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
@@ -21,7 +22,7 @@ from flexor.core.foreign_files import LARGEST_LINES, MALFORMED, parse_json, read
 from flexor.core.paths import inside
 from flexor.data.check.report import CheckReport
 from flexor.data.format import stats as statistics
-from flexor.data.format.file_names import FileNames, episode_tables
+from flexor.data.format.file_names import FileNames, episode_tables, match_misplaced
 from flexor.data.format.metadata import LARGEST_INDEX, Feature, declared_feature
 
 VERSIONS = ("v3.0", "v2.1", "v2.0")
@@ -73,14 +74,16 @@ class Layout:
     stats: dict[str, dict[str, Any]] = field(default_factory=dict)
     is_v3: bool = True
     """Whether its metadata is read as that of v3.0."""
+    misplaced: dict[str, str] = field(default_factory=dict)
+    """Files that the metadata names -> where they really are."""
 
     @property
     def video_features(self) -> list[Feature]:
         return [feature for feature in self.features.values() if feature.is_video]
 
     def path(self, file: str) -> Path:
-        """The path of a file that the metadata names: see `core/paths.py`."""
-        return inside(self.root, file)
+        """The path of a file that the metadata names, or of the misplaced one: see `core/paths.py`."""
+        return inside(self.root, self.misplaced.get(file, file))
 
     def camera_files(self, camera: str) -> list[str]:
         """The files of a camera that the metadata names, each once, in episode order."""
@@ -123,7 +126,45 @@ def read_layout(root: str | Path, report: CheckReport) -> Layout:
         _add_episode(layout, make, row, report)
     layout.tasks = _tasks_v3(layout, report) if is_v3 else _tasks_v2(layout, report)
     layout.stats = _read_stats(layout, report)
+    _find_misplaced(layout, report)
     return layout
+
+
+def _find_misplaced(layout: Layout, report: CheckReport) -> None:
+    """Look elsewhere for tables and videos that are not where the metadata says."""
+    tables = list(dict.fromkeys(episode.data_file for episode in layout.episodes))
+    cameras = {camera.name: layout.camera_files(camera.name) for camera in layout.video_features}
+    named = {*tables, *(file for files in cameras.values() for file in files)}
+    missing = {file for file in named if not layout.path(file).is_file()}
+    if not missing:
+        return
+    suffixes = {suffix for file in missing if re.fullmatch(r"\.\w+", suffix := Path(file).suffix)}
+    present = [
+        path.relative_to(layout.root) for suffix in suffixes for path in layout.root.rglob(f"*{suffix}")
+    ]
+    elsewhere = [
+        path.as_posix() for path in present if path.parts[0] != "meta" and path.as_posix() not in named
+    ]
+    layout.misplaced = match_misplaced(missing, elsewhere)
+    for feature, files in (None, tables), *cameras.items():
+        moved = [file for file in files if file in layout.misplaced]
+        if moved:
+            actual = layout.misplaced[moved[0]]
+            kind = "video files" if feature else "data files"
+            count = f"{len(moved)} of {len(files)} {kind}"
+            message = f"{count} are not where meta/info.json says: {actual} instead of {moved[0]}"
+            fix = f"{_move(layout, moved)}; `flexor data repair` puts them in their place"
+            report.error("misplaced", message, fix, feature=feature)
+
+
+def _move(layout: Layout, moved: list[str]) -> str:
+    """How to move the files."""
+    tops = {(layout.misplaced[file].split("/", 1)[0], file.split("/", 1)[0]) for file in moved}
+    same = all(layout.misplaced[file].split("/")[1:] == file.split("/")[1:] for file in moved)
+    ((source, target),) = tops if len(tops) == 1 else {("", "")}
+    if same and source != target and not (layout.root / target).exists():
+        return f"rename the folder {source} to {target}"
+    return "move them, or correct the template in meta/info.json"
 
 
 def _is_v3(layout: Layout) -> bool:

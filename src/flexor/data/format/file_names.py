@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Callable, Iterable
 from math import inf
 from string import Formatter
@@ -36,6 +37,27 @@ def episode_tables(names: Iterable[str]) -> tuple[list[str], list[str]]:
     names = sorted(names)
     tables = [name for name in names if name.count("/") == 3]
     return (tables, [name for name in names if name not in tables]) if tables else (names, [])
+
+
+def match_misplaced(missing: Iterable[str], present: Iterable[str]) -> dict[str, str]:
+    """Missing files that are in another folder: video/x/file-000.mp4 for videos/x/file-000.mp4.
+
+    The file must be in folders of the same names, in any order, and be the only one. Which chunk it is in does not
+    matter if its name has the episode.
+    """
+    by_name: dict[str, list[str]] = {}
+    for file in present:
+        if not any(part.startswith(".") for part in file.split("/")):
+            by_name.setdefault(file.rpartition("/")[2], []).append(file)
+    matches: dict[str, str] = {}
+    for file in missing:
+        *folders, name = file.split("/")[1:]
+        needed = {part for part in folders if not (name.startswith("episode_") and part.startswith("chunk-"))}
+        candidates = [other for other in by_name.get(name, []) if needed <= {*other.split("/")}]
+        if len(candidates) == 1:
+            matches[file] = candidates[0]
+    claims = Counter(matches.values())
+    return {file: other for file, other in matches.items() if claims[other] == 1}
 
 
 class FileNames:

@@ -9,6 +9,7 @@ from functools import cache
 from flexor.core.errors import DatasetError, SourceError
 from flexor.core.log import warn_once, with_examples
 from flexor.data.format.episode_list import write_episodes
+from flexor.data.format.file_names import match_misplaced
 from flexor.data.format.metadata import Feature, Metadata
 from flexor.data.frames.clips import Clip
 from flexor.data.storage.source import Source
@@ -92,8 +93,19 @@ def _why_no_video(source: Source, meta: Metadata, camera: str, selected: Sequenc
     if not files:
         return "the episode metadata does not name its video files"
     if not any(source.exists(file) for file in dict.fromkeys(files) if file):
-        return f"meta/info.json declares it, but it has no video files ({files[0]} is missing)"
+        missing = f"{files[0]} is missing{_elsewhere(source, files)}"
+        return f"meta/info.json declares it, but it has no video files ({missing})"
     return None
+
+
+def _elsewhere(source: Source, files: Iterable[str | None]) -> str:
+    """Where the videos are instead, in words."""
+    if source.kind != "disk":
+        return ""
+    present = [path.relative_to(source.root).as_posix() for path in source.root.rglob("*.mp4")]
+    matches = match_misplaced([file for file in dict.fromkeys(files) if file], present)
+    example = next(iter(matches.values()), None)
+    return f"; {example} may be it: `flexor data repair` puts it in its place" if example else ""
 
 
 def missing_files(
