@@ -5,9 +5,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from flexor.data.check.episode_names import EpisodeNames
+from flexor.data.check.units import other_units
+from flexor.data.check.values import outliers, summarise
 from flexor.data.dataset import open_dataset
 from flexor.data.mixture.mixed import Member, join_datasets
-from flexor.monitor.inputs import exclude, in_words, other_units, outliers, summarise, value_findings
+from flexor.monitor.inputs import value_findings
 from flexor.policies.features import Kind, PolicyFeature
 from flexor.policies.processing.normalize import Normalize
 from flexor.policies.processing.pipeline import Pipeline
@@ -62,7 +65,8 @@ def test_episodes_in_degrees_among_others_in_radians(tmp_path, odd):
 
 @pytest.mark.parametrize("factor", [100, 0.01])
 def test_a_gripper_in_percent(tmp_path, factor):
-    faults = findings(write_arm(tmp_path / "arm", scaled(factor, [1, 4], GRIPPER)))
+    in_percent = [scaled(100, range(8), GRIPPER)] if factor < 1 else []
+    faults = findings(write_arm(tmp_path / "arm", *in_percent, scaled(factor, [1, 4], GRIPPER)))
     assert [fault.name for fault in faults] == ["mixed units"] * 2
     size = "larger" if factor > 1 else "smaller"
     for fault, feature in zip(faults, ("observation.state", "action")):
@@ -85,6 +89,29 @@ def test_a_joint_that_is_used_now_and_then_is_no_fault(tmp_path):
             states[3, 6] = actions[3, 6] = 1
 
     assert findings(write_arm(tmp_path / "arm", rests)) == []
+
+
+@pytest.mark.parametrize("tick", [0.0012, 0.08, 1.5])
+@pytest.mark.parametrize("tremble", [True, False])
+def test_a_joint_that_moves_only_in_some_episodes_has_no_other_unit(tmp_path, tick, tremble):
+    """At rest, an encoder trembles about zero or has a few levels, a thousand times smaller than the motion."""
+
+    def rests(episode, states, actions):
+        rng = np.random.default_rng(episode)
+        motion = 922 * tick * np.sin(np.linspace(0, 2, len(states)) + 0.1 * episode)
+        rest = rng.normal(0, tick / 3, len(states)) if tremble else tick * (np.arange(len(states)) // 3 % 2)
+        for values in (states, actions):
+            values[:, 0] = motion if episode in (2, 5) else rest
+
+    assert "mixed units" not in [fault.name for fault in findings(write_arm(tmp_path / "arm", rests))]
+
+
+def test_a_length_in_millimetres(tmp_path):
+    """Beside it: both kinds of episodes move, so it is found."""
+    in_mm = write_arm(tmp_path / "arm", scaled(0.1, range(8), slice(0, 1)), scaled(1000, [2, 5], slice(0, 1)))
+    faults = [fault for fault in findings(in_mm) if fault.name == "mixed units"]
+    assert len(faults) == 2 and all("larger in episodes 2, 5" in fault.evidence for fault in faults)
+    assert all(fault.evidence.endswith("It looks like m and mm") for fault in faults)
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -127,8 +154,9 @@ def test_episodes_of_several_datasets(tmp_path):
     faults, _ = other_units(summarise(mixed, "action"))
     assert "in episode 3 of b than" in faults[0].evidence
     assert "exclude_episodes: 3 of b in dataset.mix" in faults[0].fix
-    assert in_words(mixed, [1, 8, 9, 10, 12]) == "episode 1 of a and episodes 0 to 2, 4 of b"
-    assert exclude(open_dataset(root=first), [0, 1, 4, 5, 6]) == "--dataset.exclude_episodes=0,1,4:7"
+    assert EpisodeNames.of(mixed).in_words([1, 8, 9, 10, 12]) == "episode 1 of a and episodes 0 to 2, 4 of b"
+    names = EpisodeNames.of(open_dataset(root=first))
+    assert names.exclude([0, 1, 4, 5, 6]) == "--dataset.exclude_episodes=0,1,4:7"
 
 
 def test_values_that_are_not_finite_do_not_disturb(tmp_path):

@@ -15,11 +15,11 @@ from torch import Tensor
 
 from flexor.core.batch import Batch
 from flexor.core.findings import Finding, Fix
+from flexor.data.check.episode_names import EpisodeNames
 from flexor.data.dataset import Dataset
 from flexor.data.format.metadata import read_episode_stats
 from flexor.data.frames.clips import BlankClip
 from flexor.data.mixture.mixed import MixedDataset
-from flexor.monitor.inputs import exclude, in_words
 from flexor.policies.processing.normalize import Normalize
 from flexor.runs.text import figure
 
@@ -129,10 +129,11 @@ class CameraHealth:
         return mean.tolist(), (std + step.eps).tolist()
 
     def _blank(self, camera: str, episodes: list[int]) -> Finding:
+        names = EpisodeNames.of(self.dataset)
         return Finding(
             "blank camera",
-            f"{camera} is blank (one colour) in {in_words(self.dataset, episodes)}",
-            [Fix(f"leave them out: {exclude(self.dataset, episodes)}; `flexor data show DIR` shows them")],
+            f"{camera} is blank (one colour) in {names.in_words(episodes)}",
+            [Fix(f"leave them out: {names.exclude(episodes)}; `flexor data show DIR` shows them")],
         )
 
     def _wrong(self, camera: str, mean: float, std: float) -> Finding:
