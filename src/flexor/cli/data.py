@@ -46,6 +46,17 @@ def run(arguments: list[str]) -> int:
                 action="store_true",
                 help="write the statistics to meta/stats.json, and back up the previous ones beside it",
             )
+            verb.add_argument("--episodes", metavar="LIST", help=f"only these episodes: {LISTED}")
+            verb.add_argument(
+                "--exclude_episodes", "--exclude-episodes", metavar="LIST", help=f"without these: {LISTED}"
+            )
+            verb.add_argument(
+                "--on_bad_episode",
+                "--on-bad-episode",
+                choices=("raise", "skip"),
+                default="raise",
+                help="skip: leave out episodes that can't be read, and name them (default: raise an error)",
+            )
     _add_show(verbs)
     _add_repair(verbs)
     _add_tokenizer(verbs)
@@ -237,7 +248,8 @@ def _stats(parsed: argparse.Namespace) -> int:
     from flexor.data.format.stats import to_json, write_stats
     from flexor.data.statistics import compute_stats, in_stored_unit
 
-    dataset = open_dataset(root=_local(parsed.root))
+    selection = {"episodes": parsed.episodes, "exclude_episodes": parsed.exclude_episodes}
+    dataset = open_dataset(root=_local(parsed.root), on_bad_episode=parsed.on_bad_episode, **selection)
     if parsed.write:
         check_output_file(dataset.root / "meta" / "stats.json", "--write")
     stats = in_stored_unit(dataset, compute_stats(dataset, progress=progress("statistics")))

@@ -8,11 +8,14 @@ import numpy as np
 import pyarrow.parquet as pq
 import pytest
 
+from flexor.cli import main as cli
+from flexor.core.errors import DatasetError
 from flexor.data.check.check import check_dataset
 from flexor.data.dataset import open_dataset
 from flexor.data.format.file_names import match_misplaced
 from flexor.data.repair.repair import repair_dataset
-from support.damage import EPISODES, edit_table
+from flexor.data.video.frame_match import NoMatch, match_frames
+from support.damage import EPISODES, edit_json, edit_table, truncate
 from support.legacy import to_v2
 from support.small_datasets import LENGTHS, SIDE, TASKS, TOP, write
 
@@ -211,3 +214,107 @@ def test_two_candidates_are_not_guessed():
     assert match_misplaced(missing, ["video/side/episode_000001.mp4", ".git/top/episode_000001.mp4"]) == {}
     part = ["videos/top/chunk-001/file-000.mp4"]
     assert match_misplaced(part, ["video/top/chunk-000/file-000.mp4"]) == {}
+
+
+# --- what is no data yet
+
+
+def make_pointer(path: Path) -> None:
+    size = path.stat().st_size
+    digest = "4665a5ea423c2713d436b5ee50593a9640e0018c1550b5a0002f74190d6caea8"
+    path.write_text(f"version https://git-lfs.github.com/spec/v1\noid sha256:{digest}\nsize {size}\n")
+
+
+@pytest.mark.parametrize("version", ["v3.0", "v2.1"])
+def test_pointers_of_git_lfs_are_named_with_the_command(original, copy, tmp_path, version):
+    root = copy if version == "v3.0" else to_v2(original, tmp_path / "old", version)
+    for path in [*root.rglob("*.mp4"), *(root / "data").rglob("*.parquet")]:
+        make_pointer(path)
+    report = check_dataset(root)
+    assert {finding.name for finding in report.errors} == {"lfs-pointer"} and report.good_episodes == []
+    assert f"git -C {root} lfs pull" in report.errors[0].fix
+    assert str(report).count("[lfs-pointer]") == 3  # one for the tables, and one for each camera
+    with pytest.raises(DatasetError, match=r"lfs\s+pull"):
+        open_dataset(root=root)
+    with pytest.raises(DatasetError, match="are Git LFS pointers"):
+        repair_dataset(root, tmp_path / "repaired")
+
+
+def test_one_pointer_does_not_hide_the_other_episodes(original, tmp_path):
+    root = to_v2(original, tmp_path / "old")
+    make_pointer(root / f"videos/chunk-000/{TOP}/episode_000001.mp4")
+    report = check_dataset(root)
+    assert [(f.name, f.episode, f.feature) for f in report.findings] == [("lfs-pointer", 1, TOP)]
+    with pytest.raises(DatasetError, match=r"episode 1: .*Git LFS\s+pointer(.|\n)*exclude_episodes=1"):
+        open_dataset(root=root)
+    repaired = repair_dataset(root, tmp_path / "repaired", exclude=[1])
+    assert len(repaired.included) == 3
+
+
+def test_pointers_in_the_metadata(copy):
+    for file in (EPISODES, "meta/stats.json", "meta/tasks.parquet"):
+        make_pointer(copy / file)
+    report = check_dataset(copy)
+    assert {f.file for f in report.errors if f.name == "lfs-pointer"} == {
+        EPISODES,
+        "meta/stats.json",
+        "meta/tasks.parquet",
+    }
+    assert not {"episodes-unreadable", "stats-unreadable", "tasks-unreadable"} & {
+        f.name for f in report.findings
+    }
+    with pytest.raises(DatasetError, match=r"lfs\s+pull"):
+        open_dataset(root=copy)
+    make_pointer(copy / "meta/info.json")
+    assert {f.name for f in check_dataset(copy).findings} == {"lfs-pointer"}
+    with pytest.raises(DatasetError, match=r"lfs\s+pull"):
+        open_dataset(root=copy)
+
+
+def test_a_dataset_of_v1_is_called_old(tmp_path):
+    (tmp_path / "meta_data").mkdir()
+    (tmp_path / "meta_data/info.json").write_text('{"codebase_version": "v1.6", "fps": 30}')
+    (finding,) = check_dataset(tmp_path).findings
+    assert finding.name == "version-old" and "convert_dataset_v1_to_v2" in finding.fix
+    for use in (
+        lambda: open_dataset(root=tmp_path),
+        lambda: repair_dataset(tmp_path, tmp_path.with_name("new")),
+    ):
+        with pytest.raises(DatasetError, match="LeRobot dataset v1"):
+            use()
+
+
+@pytest.mark.parametrize(
+    ("version", "kind", "advice"),
+    [
+        ("v1.6", "version-old", "convert_dataset_v1_to_v2"),
+        ("v3.4", "version-unknown", "update Flexor"),
+        ("seven", "version-unknown", "conversion scripts"),
+    ],
+)
+def test_other_versions(copy, version, kind, advice):
+    edit_json(copy / "meta/info.json", lambda info: info.update(codebase_version=version))
+    (finding,) = check_dataset(copy, deep=False).findings
+    assert finding.name == kind and advice in finding.fix
+    with pytest.raises(DatasetError, match=advice):
+        open_dataset(root=copy)
+
+
+def test_statistics_of_the_readable_episodes(original, tmp_path, capsys):
+    root = to_v2(original, tmp_path / "old")
+    truncate(root / "data/chunk-000/episode_000001.parquet", 0.5)
+    command = ["data", "stats", str(root), "--json"]
+    assert cli.main(command) == 1 and "episode 1" in capsys.readouterr().err
+    assert cli.main([*command, "--on_bad_episode=skip"]) == 0
+    skipped = json.loads(capsys.readouterr().out)
+    assert skipped["action"]["count"] == [sum(LENGTHS) - LENGTHS[1]]
+    assert cli.main([*command, "--exclude_episodes=1"]) == 0
+    assert json.loads(capsys.readouterr().out) == skipped
+
+
+def test_counts_that_are_equal_are_not_contrasted():
+    times = np.arange(6) / 10
+    with pytest.raises(NoMatch, match=r"one frame per row, so dataset.frame_by=index or auto"):
+        match_frames(times, times * 1.5, 0.0, float("nan"), 10, 0.05, "time")
+    with pytest.raises(NoMatch, match="6 frames for 5 rows"):
+        match_frames(times, times[:5] * 2, 0.0, float("nan"), 10, 0.05, "time")

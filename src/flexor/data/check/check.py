@@ -18,6 +18,7 @@ import numpy as np
 from flexor.core.console import Progress
 from flexor.core.errors import DatasetError
 from flexor.data.check.layout import EpisodeEntry, Layout, read_layout
+from flexor.data.check.pointers import name_pointers
 from flexor.data.check.report import CheckReport
 from flexor.data.check.tables import OWN_COLUMNS, Tables, check_tables
 from flexor.data.check.tasks import check_tasks
@@ -46,6 +47,7 @@ def check_dataset(
     selected = _selected(layout, episodes)
     report.checked = [episode.index for episode in selected]
     if not layout.info:
+        name_pointers(layout, selected, report)
         return report
     check_episodes(layout, report)
     check_totals(layout, report)
@@ -55,6 +57,7 @@ def check_dataset(
     _check_stats(layout, tables, report)
     check_videos(layout, selected, tables.timestamps, report, progress)
     check_stray_files(layout, report)
+    name_pointers(layout, selected, report)
     return report
 
 

@@ -15,6 +15,7 @@ import numpy as np
 
 from flexor.core.errors import DatasetError
 from flexor.data.check.layout import Layout, read_layout
+from flexor.data.check.pointers import name_pointers
 from flexor.data.check.report import CheckReport
 from flexor.data.check.scan import VideoScan, scan_video
 from flexor.data.check.tables import OWN_COLUMNS
@@ -36,6 +37,7 @@ def describe(dataset: Dataset | str | Path) -> dict[str, Any]:
     root = Path(dataset if isinstance(dataset, str | Path) else dataset.root)
     report = CheckReport(root, deep=False)
     layout = read_layout(root, report)
+    name_pointers(layout, layout.episodes, report)
     if not layout.info:
         finding = report.findings[0]
         raise DatasetError(f"{root}: {finding.file}: {finding.evidence}. To fix it: {finding.fix}.")

@@ -24,6 +24,7 @@ from flexor.data.check.report import CheckReport
 from flexor.data.format import stats as statistics
 from flexor.data.format.file_names import FileNames, episode_tables, match_misplaced
 from flexor.data.format.metadata import LARGEST_INDEX, Feature, declared_feature
+from flexor.data.storage.other_layouts import CONVERT_V1, V1, advice_on_version, is_v1
 
 VERSIONS = ("v3.0", "v2.1", "v2.0")
 FETCH_AGAIN = "download or copy the file again; if it is lost, train on the other episodes"
@@ -109,9 +110,9 @@ def read_layout(root: str | Path, report: CheckReport) -> Layout:
     is_v3 = layout.is_v3
     if layout.version not in VERSIONS:
         report.error(
-            "version-unknown",
+            "version-old" if layout.version.startswith(("v1.", "1.")) else "version-unknown",
             f"codebase_version is {layout.version!r}, but Flexor supports only {', '.join(VERSIONS)}",
-            "convert the dataset with LeRobot's conversion scripts",
+            advice_on_version(layout.version),
             file="meta/info.json",
         )
     try:
@@ -380,6 +381,9 @@ def _read_json(root: Path, file: str, report: CheckReport) -> Any:
     try:
         return read_json(inside(root, file))
     except FileNotFoundError:
+        if file == "meta/info.json" and is_v1(root):
+            report.error("version-old", f"this is {V1}", CONVERT_V1, file="meta_data/info.json")
+            return None
         message = "the file is missing: this is not a dataset, or it was not written or copied completely"
         report.error("info-missing" if "info" in file else "file-missing", message, FETCH_META, file=file)
     except (ValueError, OSError) as error:

@@ -23,6 +23,7 @@ from flexor.data.format import stats as statistics
 from flexor.data.format.depth import DepthScale, depth_scale
 from flexor.data.format.file_names import FileNames, episode_tables
 from flexor.data.format.schema import DEFAULT_FEATURES
+from flexor.data.storage.other_layouts import POINTER, advice_on_version, how_to_pull, is_lfs_pointer
 from flexor.data.storage.source import Source
 
 __all__ = [
@@ -144,8 +145,7 @@ def read_metadata(source: Source) -> Metadata:
     readers = {"v3.0": _read_v3, "v2.1": _read_v2, "v2.0": _read_v2}
     if version not in readers:
         problem = f"codebase_version is {version!r}, but Flexor supports only {', '.join(readers)}"
-        fix = "Convert the dataset with LeRobot's conversion scripts"
-        raise BrokenFile(source, "meta/info.json", f"{problem}. {fix}")
+        raise BrokenFile(source, "meta/info.json", f"{problem}. {advice_on_version(version)}")
     try:
         names = FileNames(info, v3=version == "v3.0")
     except ValueError as error:
@@ -182,7 +182,13 @@ def _open_parquet(source: Source, name: str) -> Iterator[pq.ParquetFile]:
         with pq.ParquetFile(path) as file:
             yield file
     except (pa.ArrowException, OSError, UnicodeDecodeError) as error:
+        _refuse_pointer(source, name, path)
         raise BrokenFile(source, name, f"the file is damaged or truncated ({error})") from error
+
+
+def _refuse_pointer(source: Source, name: str, path: Path) -> None:
+    if is_lfs_pointer(path):
+        raise BrokenFile(source, name, f"{POINTER}: {how_to_pull(source.root)}")
 
 
 def declared_feature(name: str, spec: dict[str, Any]) -> Feature:
@@ -410,4 +416,5 @@ def _read(source: Source, name: str, reader: Callable[[Path], Any]) -> Any:
     try:
         return reader(path)
     except (ValueError, OSError) as error:
+        _refuse_pointer(source, name, path)
         raise BrokenFile(source, name, f"the file is not valid JSON ({error})") from error

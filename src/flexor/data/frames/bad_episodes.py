@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from functools import cache
+from functools import cache, partial
 
 from flexor.core.errors import DatasetError, SourceError
 from flexor.core.log import warn_once, with_examples
@@ -12,6 +12,7 @@ from flexor.data.format.episode_list import write_episodes
 from flexor.data.format.file_names import match_misplaced
 from flexor.data.format.metadata import Feature, Metadata
 from flexor.data.frames.clips import Clip
+from flexor.data.storage.other_layouts import POINTER, how_to_pull, is_lfs_pointer
 from flexor.data.storage.source import Source
 
 READERS = 8  # files checked in parallel
@@ -112,17 +113,25 @@ def missing_files(
     source: Source, meta: Metadata, cameras: Iterable[str], selected: Iterable[int]
 ) -> dict[int, str]:
     """Episodes with a missing table or video file."""
-    exists, reasons = cache(source.exists), {}
+    exists, is_pointer, reasons = cache(source.exists), cache(partial(_is_pointer, source)), {}
     for episode in selected:
         files = {camera: meta.episodes.videos[camera].file[episode] for camera in cameras}
         named = [meta.episodes.data_file[episode], *filter(None, files.values())]
         missing = [file for file in named if not exists(file)]
         unnamed = [camera for camera, file in files.items() if file is None]
+        pointers = [file for file in named if is_pointer(file)]
         if missing:
             reasons[episode] = f"{missing[0]} is missing"
+        elif pointers:
+            reasons[episode] = f"{pointers[0]}: {POINTER}: {how_to_pull(source.root)}"
         elif unnamed:
             reasons[episode] = f"the metadata does not name its video file of {unnamed[0]}"
     return reasons
+
+
+def _is_pointer(source: Source, file: str) -> bool:
+    path = source.here(file)
+    return path is not None and is_lfs_pointer(path)
 
 
 def unreadable_clips(clips: Mapping[tuple[str, int], Clip]) -> dict[int, str]:

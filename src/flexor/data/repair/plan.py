@@ -87,7 +87,11 @@ def make_plan(layout: Layout, report: CheckReport, selected: Sequence[int] | Non
 def _check_repairable(layout: Layout, report: CheckReport) -> None:
     """Raise an error for problems in meta/ that make a repair impossible."""
     fatal = [p for p in report.errors if p.name.startswith("info") and p.feature is None]
-    fatal += [p for p in report.errors if p.name == "version-unknown" and layout.version not in VERSIONS]
+    fatal += [
+        p
+        for p in report.errors
+        if p.name in ("version-unknown", "version-old") and layout.version not in VERSIONS
+    ]
     fatal += report.errors if not layout.episodes else []
     if fatal:
         message = f"{fatal[0].file or 'meta/'}: {fatal[0].evidence}. This can't be repaired: {fatal[0].fix}"

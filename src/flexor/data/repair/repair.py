@@ -29,6 +29,7 @@ from flexor.core.output_paths import check_output_folder
 from flexor.core.paths import inside
 from flexor.data.check.check import check_dataset, check_episodes, check_stray_files, check_totals
 from flexor.data.check.layout import EpisodeEntry, Layout, read_layout
+from flexor.data.check.pointers import name_pointers
 from flexor.data.check.report import CheckReport
 from flexor.data.check.tables import numbers
 from flexor.data.format.dataset_files import DatasetFiles, FileClip, PacketClip, check_new_folder
@@ -39,6 +40,7 @@ from flexor.data.repair.account import EpisodePlan, RepairClip, RepairReport
 from flexor.data.repair.plan import RepairPlan, make_plan
 from flexor.data.repair.remux import DecodedEpisode, copy_clip, decode_episode
 from flexor.data.repair.videos import read_index
+from flexor.data.storage.other_layouts import how_to_pull
 from flexor.data.video.decode import VideoIndex
 from flexor.data.video.depth_planes import decode_depth_image
 from flexor.data.video.open_file import open_video
@@ -85,6 +87,7 @@ def repair_dataset(
     check = CheckReport(root, deep=False)
     layout = read_layout(root, check)
     selected = _selected(layout, episodes, exclude)
+    _refuse_pointers(layout, selected, check)
     plan = make_plan(layout, check, selected)
     report = RepairReport(root, out, layout.version, plan.episodes, plan.notes, dry_run=dry_run)
     report.not_selected = 0 if selected is None else len({e.index for e in layout.episodes} - set(selected))
@@ -107,6 +110,19 @@ def _check_folders(root: Path, out: Path) -> None:
             f"{out} and {root}: one folder is inside the other. Choose an output folder elsewhere."
         )
     check_new_folder(out)
+
+
+def _refuse_pointers(layout: Layout, selected: list[int] | None, check: CheckReport) -> None:
+    """Raise an error if data is still to be downloaded: leaving it out would lose it."""
+    episodes = [e for e in layout.episodes if selected is None or e.index in selected]
+    name_pointers(layout, episodes, check)
+    files = sorted({f.file for f in check.findings if f.name == "lfs-pointer" and f.file})
+    if files:
+        fix = how_to_pull(layout.root)
+        raise DatasetError(
+            f"{layout.root}: {len(files)} files are Git LFS pointers, such as {files[0]}: their data was not "
+            f"downloaded. First {fix}."
+        )
 
 
 def _selected(layout: Layout, episodes: Sequence[int] | None, exclude: Sequence[int]) -> list[int] | None:

@@ -24,6 +24,7 @@ from flexor.core.output_paths import replacing
 from flexor.core.paths import UnsafePath, inside, safe_name
 from flexor.core.secrets import HIDDEN, redacted, without_login
 from flexor.data.storage.block_cache import block_cache
+from flexor.data.storage.other_layouts import CONVERT_V1, V1, is_v1
 from flexor.data.storage.ranges import LocalRanges, Ranges, RemoteRanges
 from flexor.data.storage.remote import (
     HubFile,
@@ -102,6 +103,8 @@ class FolderSource(Source):
     def __init__(self, root: Path):
         self.root = root
         if not (root / "meta" / "info.json").is_file():
+            if is_v1(root):
+                raise DatasetError(f"{root} is {V1}. {CONVERT_V1}")
             raise DatasetError(
                 f"{root} is not a LeRobot dataset: it has no meta/info.json. "
                 f"Give the folder that contains meta/, data/ and videos/"

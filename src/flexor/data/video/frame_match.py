@@ -70,9 +70,12 @@ def match_frames(
         lost |= (by_time < first) | (by_time >= after)
     if lost.any():
         row = int(np.argmax(lost))
+        counts = f"the video has {end - first} frames for {rows} rows"
+        if end - first == rows:
+            counts = "the video has one frame per row, so dataset.frame_by=index or auto can be used"
         raise NoMatch(
             f"{lost.sum()} of {rows} rows have no frame at their time (first row {row}, {distance[row]:.3f} s off), "
-            f"and the video has {end - first} frames, not {rows}"
+            f"and {counts}"
         )
     return FrameMatch(by_time, 0.0)
 
