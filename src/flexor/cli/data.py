@@ -14,6 +14,7 @@ from flexor.core.console import print_json, print_result, progress
 from flexor.core.errors import ConfigError
 from flexor.core.log import log
 from flexor.core.output_paths import check_output_file, check_output_folder
+from flexor.core.typed import Text, coerce
 
 LISTED = "indices and half-open ranges such as 0,1,5:9, or @FILE with a JSON list"
 
@@ -116,6 +117,7 @@ def _add_repair(verbs: Any) -> None:
     verb.add_argument(
         "--exclude_episodes", "--exclude-episodes", metavar="LIST", help=f"leave out these episodes: {LISTED}"
     )
+    _add_rename_map(verb)
     verb.add_argument("--quick", action="store_true", help="decode only the frames that the statistics need")
     verb.add_argument("--dry-run", action="store_true", help="report what would be done, but write nothing")
     verb.add_argument("--json", action="store_true", help="print one JSON object, episode by episode")
@@ -128,6 +130,7 @@ def _add_tokenizer(verbs: Any) -> None:
     verb.add_argument(
         "--output", type=Path, required=True, metavar="FOLDER", help="new folder for the tokenizer"
     )
+    _add_rename_map(verb)
     verb.add_argument("--chunk-size", type=int, default=50, help="steps of a chunk, as policy.chunk_size")
     verb.add_argument(
         "--normalization",
@@ -150,6 +153,16 @@ def _add_tokenizer(verbs: Any) -> None:
     verb.add_argument("--fraction", type=float, default=0.1, help="part of all chunks to train on")
     verb.add_argument("--seed", type=int, default=0, help="which chunks are trained on")
     verb.add_argument("--json", action="store_true", help="print one JSON object")
+
+
+def _add_rename_map(verb: argparse.ArgumentParser) -> None:
+    verb.add_argument(
+        "--rename_map",
+        "--rename-map",
+        default="{}",
+        metavar="NAMES",
+        help="names of its features and other names for them, such as '{actions: action, state: observation.state}'",
+    )
 
 
 def _add_push(verbs: Any) -> None:
@@ -237,6 +250,7 @@ def _repair(parsed: argparse.Namespace) -> int:
         exclude=lists.get("exclude_episodes", ()),
         decode=not parsed.quick,
         dry_run=parsed.dry_run,
+        rename_map=coerce(Text(parsed.rename_map), dict[str, str], "--rename_map"),
         progress=progress("repairing"),
     )
     print_result(report.to_json(), parsed.json, str(report))
@@ -268,6 +282,7 @@ def _stats(parsed: argparse.Namespace) -> int:
 
 def _tokenizer(parsed: argparse.Namespace) -> int:
     from flexor.data.dataset import open_dataset
+    from flexor.data.mixture.mixed import Member, join_datasets
     from flexor.policies.pi0_fast.train_tokenizer import (
         TokenizerSettings,
         render,
@@ -280,9 +295,10 @@ def _tokenizer(parsed: argparse.Namespace) -> int:
         raise ConfigError(f"--output={parsed.output} is not empty: name a new folder.")
     names = [field.name for field in fields(TokenizerSettings) if hasattr(parsed, field.name)]
     settings = TokenizerSettings(**{name: getattr(parsed, name) for name in names})
-    tokenizer, report = tokenizer_of(
-        open_dataset(root=_local(parsed.root)), settings, progress("reading actions")
-    )
+    dataset = open_dataset(root=_local(parsed.root))
+    if names := coerce(Text(parsed.rename_map), dict[str, str], "--rename_map"):
+        dataset = join_datasets([Member(dataset.repo_id, dataset, rename_map=names)])
+    tokenizer, report = tokenizer_of(dataset, settings, progress("reading actions"))
     save_tokenizer(tokenizer, report, parsed.output)
     print_result({"folder": str(parsed.output), **report}, parsed.json, render(report, parsed.output))
     return 0

@@ -19,6 +19,7 @@ from flexor.core.typed import Partial, Text, closest, coerce, field_types, from_
 from flexor.data.format.episode_list import episode_setting
 from flexor.policies import PolicyConfig, policy_class
 from flexor.policies.external import is_code, short_name
+from flexor.policies.rename import split_renames
 from flexor.policies.sizes import check_sizes
 
 DATASETS = {"dataset.repo_id", "dataset.root", "dataset.mix"}  # settings that name a dataset
@@ -178,7 +179,7 @@ def _build(flat: dict[str, Any]) -> TrainConfig:
     tree = nest(flat)
     policy_settings = tree.pop("policy", {})
     policy = _build_policy(policy_settings, flat.get("policy_path"))
-    config = from_plain(TrainConfig, {**tree, "policy": policy})
+    config = _with_dataset_renames(from_plain(TrainConfig, {**tree, "policy": policy}))
     validate(config)
     job_name = config.job_name
     if job_name is None and is_code(policy.type):
@@ -211,6 +212,13 @@ def check_rename_map(flat: dict[str, Any]) -> None:
             )
     if str(flat.get("rename_map", "{}")).lower() in ("none", "null", ""):
         del flat["rename_map"]  # for LeRobot the same as {}
+
+
+def _with_dataset_renames(config: TrainConfig) -> TrainConfig:
+    """Names in `rename_map` that are not those of observations, such as {actions: action}, concern the dataset."""
+    for_policy, for_dataset = split_renames(config.rename_map)
+    names = {**config.dataset.rename_map, **for_dataset}
+    return replace(config, rename_map=for_policy, dataset=replace(config.dataset, rename_map=names))
 
 
 def _build_policy(settings: Any, path: str | None) -> PolicyConfig:

@@ -249,8 +249,9 @@ class TrainConfig:
     env_eval_freq: int = setting(20_000, at_least=0, may_change=True)
     """Steps between two evaluations in the environment (needs env.type); 0: never."""
     rename_map: dict[str, str] = field(default_factory=dict)
-    """The dataset's names of observations and the policy's, if they differ:
-    {observation.images.top: observation.images.camera1, ...}. It is saved with the policy."""
+    """The dataset's names of features and the policy's, if they differ:
+    {observation.images.top: observation.images.camera1, actions: action, ...}. Observations are also renamed for the
+    trained policy; other features only in the dataset."""
     dataset: DatasetConfig = field(default_factory=DatasetConfig)
     policy: PolicyConfig = field(default_factory=PolicyConfig)
     sample_weighting: SampleWeightingConfig = field(default_factory=SampleWeightingConfig)

@@ -132,7 +132,8 @@ class DatasetConfig:
     episode_weights: str | None = None
     """How often some episodes are used, such as 0:50=3,60=2: three times as often as others, and twice."""
     rename_map: dict[str, str] = field(default_factory=dict)
-    """Names of the dataset's features -> names in this run, such as {observation.image: observation.images.top}."""
+    """Names of the dataset's features -> names in this run, such as {observation.image: observation.images.top}.
+    Several datasets: of each of them that has the name."""
     stats: Literal["merged", "per_dataset"] = "merged"
     """Several datasets: normalise states and actions by the statistics of all of them, or each by its own."""
     save_stats_of: str | None = None

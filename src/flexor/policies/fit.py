@@ -8,11 +8,12 @@ from typing import Any
 
 import numpy as np
 
-from flexor.core.batch import ACTION, ENV_STATE, REWARD, STATE
+from flexor.core.batch import ACTION, ENV_STATE, IMAGE_PREFIX, REWARD, STATE
 from flexor.core.console import progress
 from flexor.core.errors import ConfigError
 from flexor.core.log import log
 from flexor.data.dataset import Dataset
+from flexor.data.format.common_names import rename_flag, suggested_names
 from flexor.data.format.flat_names import flat_names
 from flexor.data.mixture.mixed import MixedDataset
 from flexor.data.statistics import compute_stats, relative_action_stats
@@ -40,10 +41,16 @@ def features_of(dataset: Dataset) -> tuple[dict[str, PolicyFeature], dict[str, P
             inputs[name] = PolicyFeature(Kind.STATE, tuple(feature.shape))
         elif name.startswith(ACTION) and feature.is_numeric:
             outputs[name] = PolicyFeature(Kind.ACTION, tuple(feature.shape))
+    names = suggested_names(dataset.features)
     if ACTION not in outputs:
+        advice = f" If it has other names for them, give {rename_flag(names)}." if names else ""
         raise ConfigError(
-            f"{dataset.repo_id} has no {ACTION!r} to learn; it has {', '.join(dataset.features)}."
+            f"{dataset.repo_id} has no {ACTION!r} to learn; it has {', '.join(dataset.features)}.{advice}"
         )
+    for name in names:
+        if not dataset.features[name].is_camera:
+            text = "the dataset's %s is not used: policies take %s. If it is that, give %s"
+            log.warning(text, name, names[name], rename_flag({name: names[name]}))
     return inputs, outputs
 
 
@@ -54,6 +61,7 @@ def fit_to_dataset(
     inputs, outputs = features_of(dataset)
     inputs = rename_features(_supported_inputs(policy, dataset, inputs), rename_map, policy)
     inputs = without_unnamed_cameras(inputs, rename_map, policy)
+    _check_cameras(policy, inputs, dataset)
     if policy.reward_deltas is not None and REWARD not in dataset.features:
         raise ConfigError(
             f"policy.type={policy.type} learns from rewards, but {dataset.repo_id} has no column {REWARD!r}. Record "
@@ -79,6 +87,17 @@ def fit_to_dataset(
             )
     policy.validate()
     return policy
+
+
+def _check_cameras(policy: PolicyConfig, inputs: Mapping[str, PolicyFeature], dataset: Dataset) -> None:
+    """Policies tell cameras from other inputs by their names."""
+    cameras = [name for name, feature in inputs.items() if feature.type is Kind.VISUAL]
+    wrong = [name for name in cameras if not name.startswith(IMAGE_PREFIX)]
+    if wrong and not policy.input_features:
+        raise ConfigError(
+            f"{dataset.repo_id}: the names of cameras must begin with {IMAGE_PREFIX!r}, but it has {', '.join(wrong)}. "
+            f"Give {rename_flag(suggested_names(dataset.features))}."
+        )
 
 
 def _check_padding(policy: PolicyConfig, dataset: Dataset) -> None:

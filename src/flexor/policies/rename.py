@@ -1,7 +1,8 @@
 """`rename_map`: a dataset's names of observations -> the policy's, as LeRobot's setting of this name.
 
 The dataset, its cache and its loader keep the dataset's names. The first processing step renames a batch. It is saved
-with the policy, so that the policy later takes observations under either name.
+with the policy, so that the policy later takes observations under either name. Features that are no observations, such
+as `actions`, are renamed in the dataset instead.
 """
 
 from __future__ import annotations
@@ -10,15 +11,33 @@ from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 
-from flexor.core.batch import ENV_STATE, IMAGE_PREFIX
+from flexor.core.batch import ACTION, ENV_STATE, IMAGE_PREFIX
 from flexor.core.errors import ConfigError
 from flexor.core.log import log
 from flexor.core.typed import closest
 from flexor.policies.base import PolicyConfig
 from flexor.policies.features import Kind, PolicyFeature
 
-OBSERVATION = "observation."
+OBSERVATION, NEXT = "observation.", "next."
 Features = dict[str, PolicyFeature]
+
+
+def split_renames(rename_map: Mapping[str, str]) -> tuple[dict[str, str], dict[str, str]]:
+    """The names that a policy's processing changes, which are observations', and those that the dataset changes."""
+    for_policy = {
+        source: target
+        for source, target in rename_map.items()
+        if source.startswith(OBSERVATION) and target.startswith(OBSERVATION)
+    }
+    for_dataset = {source: target for source, target in rename_map.items() if source not in for_policy}
+    for source, target in for_dataset.items():
+        wrong = source if source == ACTION and target.startswith(OBSERVATION) else target
+        if not target.startswith((OBSERVATION, ACTION, NEXT)) or wrong == source:
+            raise ConfigError(
+                f"rename_map={{{source}: {target}}}: {wrong!r} is not an observation. Policies use observations, in "
+                f"full, and {ACTION}: {{image: observation.images.top, actions: action}}."
+            )
+    return for_policy, for_dataset
 
 
 def check_names(rename_map: Mapping[str, str]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -22,8 +23,9 @@ def build_datasets(config: DatasetConfig) -> tuple[Dataset, Dataset | None]:
     """The episodes to train on, and those held out."""
     entries = entries_of(config)
     dataset = _open_entry(entries[0], config)
-    if len(entries) > 1 or entries[0].rename_map or entries[0].episode_weights:
+    if len(entries) > 1 or entries[0].rename_map or entries[0].episode_weights or config.rename_map:
         opened = [dataset, *(_open_entry(entry, config) for entry in entries[1:])]
+        entries = _with_shared_names(entries, opened, config.rename_map)
         members = [_as_member(*pair) for pair in zip(entries, opened)]
         dataset = join_datasets(
             members,
@@ -34,6 +36,26 @@ def build_datasets(config: DatasetConfig) -> tuple[Dataset, Dataset | None]:
         return dataset, None
     training, held_out = split_episodes(dataset, config.eval_split)
     return dataset.select(training), dataset.select(held_out)
+
+
+def _with_shared_names(
+    entries: list[DatasetEntry], datasets: list[Dataset], names: dict[str, str]
+) -> list[DatasetEntry]:
+    """The entries with the names of `dataset.rename_map`: each dataset must have one, or at least one of several."""
+    for old in names:
+        if not any(old in dataset.features for dataset in datasets):
+            features = "; ".join(
+                f"{dataset.repo_id} has {', '.join(dataset.features)}" for dataset in datasets
+            )
+            raise ConfigError(f"rename_map: no dataset has a feature {old!r}: {features}.")
+    return [
+        replace(entry, rename_map={**_present(names, dataset), **entry.rename_map})
+        for entry, dataset in zip(entries, datasets)
+    ]
+
+
+def _present(names: dict[str, str], dataset: Dataset) -> dict[str, str]:
+    return {old: new for old, new in names.items() if old in dataset.features}
 
 
 def _open_entry(entry: DatasetEntry, config: DatasetConfig) -> Dataset:

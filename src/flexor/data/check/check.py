@@ -17,6 +17,7 @@ import numpy as np
 
 from flexor.core.console import Progress
 from flexor.core.errors import DatasetError
+from flexor.data.check.feature_names import check_feature_names
 from flexor.data.check.layout import EpisodeEntry, Layout, read_layout
 from flexor.data.check.pointers import name_pointers
 from flexor.data.check.report import CheckReport
@@ -52,6 +53,7 @@ def check_dataset(
     check_episodes(layout, report)
     check_totals(layout, report)
     check_depth(layout, report)
+    check_feature_names(layout, report)
     tables = check_tables(layout, selected, report)
     check_tasks(layout, tables, report)
     _check_stats(layout, tables, report)

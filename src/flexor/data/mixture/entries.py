@@ -144,7 +144,7 @@ def _check_entry(entry: DatasetEntry, where: str) -> None:
 
 def _check_ambiguous(config: DatasetConfig, count: int) -> None:
     for name in PER_DATASET:
-        if getattr(config, name):
+        if name != "rename_map" and getattr(config, name):
             raise ConfigError(
                 f"dataset.{name}={getattr(config, name)} is ambiguous with {count} datasets in one run. Give it to "
                 f"one of them: --dataset.mix='[{{repo_id: ..., {name}: ...}}, ...]', or `mix` in a settings file."

@@ -17,6 +17,7 @@ from flexor.core.batch import ACTION, ACTION_LENGTH, ENV_STATE, STATE
 from flexor.core.errors import ConfigError, DatasetError
 from flexor.core.log import log
 from flexor.data.dataset import Dataset
+from flexor.data.format.common_names import checked_names
 from flexor.data.format.metadata import Feature
 from flexor.data.format.stats import NEEDED_STATS, Stats, aggregate_stats
 
@@ -35,20 +36,8 @@ class RenamedDataset:
     rename_map: dict[str, str]
 
     def __post_init__(self) -> None:
-        features = self.dataset.features
-        for old, new in self.rename_map.items():
-            if old not in features:
-                raise ConfigError(
-                    f"rename_map of {self.name}: it has no feature {old!r}, but {', '.join(features)}."
-                )
-            if new in features and new not in self.rename_map:
-                raise ConfigError(
-                    f"rename_map of {self.name}: it has a feature {new!r} already; rename that too."
-                )
-        names = [self.new_name(name) for name in features]
-        twice = {name for name in names if names.count(name) > 1}
-        if twice:
-            raise ConfigError(f"rename_map of {self.name} gives two features the name {', '.join(twice)}.")
+        cameras = {name: feature.is_camera for name, feature in self.dataset.features.items()}
+        checked_names(cameras, self.rename_map, self.name)
 
     def new_name(self, name: str) -> str:
         return self.rename_map.get(name, name)

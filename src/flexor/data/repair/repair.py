@@ -16,7 +16,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from functools import lru_cache
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import av
 import numpy as np
@@ -32,6 +32,7 @@ from flexor.data.check.layout import EpisodeEntry, Layout, read_layout
 from flexor.data.check.pointers import name_pointers
 from flexor.data.check.report import CheckReport
 from flexor.data.check.tables import numbers
+from flexor.data.format.common_names import checked_names
 from flexor.data.format.dataset_files import DatasetFiles, FileClip, PacketClip, check_new_folder
 from flexor.data.format.metadata import Feature
 from flexor.data.format.stats import Stats, image_stats, pixel_counts, sample_indices
@@ -46,6 +47,8 @@ from flexor.data.video.depth_planes import decode_depth_image
 from flexor.data.video.open_file import open_video
 
 __all__ = ["RepairReport", "repair_dataset"]
+
+T = TypeVar("T")
 
 FORMAT_FILES = {"info.json", "stats.json", "tasks.parquet"}
 FORMAT_FILES |= {f"{name}.jsonl" for name in ("tasks", "episodes", "episodes_stats")}
@@ -74,13 +77,14 @@ def repair_dataset(
     exclude: Sequence[int] = (),
     decode: bool = True,
     dry_run: bool = False,
+    rename_map: Mapping[str, str] | None = None,
     progress: Progress | None = None,
 ) -> RepairReport:
     """Write the good and the repairable episodes of the dataset in `root` into the new folder `out`.
 
-    `episodes`: only these; `exclude`: not these. Without `decode`, only the frames used for
-    statistics are decoded, and damage in other frames is not found. A `dry_run` writes nothing.
-    `progress(done, total)` counts rows.
+    `episodes`: only these; `exclude`: not these. `rename_map`: names of features -> their new names.
+    Without `decode`, only the frames used for statistics are decoded, and damage in other frames is not
+    found. A `dry_run` writes nothing. `progress(done, total)` counts rows.
     """
     root, out = Path(root), Path(out)
     _check_folders(root, out)
@@ -92,7 +96,10 @@ def repair_dataset(
     report = RepairReport(root, out, layout.version, plan.episodes, plan.notes, dry_run=dry_run)
     report.not_selected = 0 if selected is None else len({e.index for e in layout.episodes} - set(selected))
     _note_findings(layout, check, report)
-    with _Repair(plan, out, decode, dry_run) as repair:
+    cameras = {name: spec["dtype"] in ("image", "video") for name, spec in plan.columns.features.items()}
+    names = checked_names(cameras, rename_map or {}, str(root))
+    report.notes += [f"{old} renamed to {new}" for old, new in names.items()]
+    with _Repair(plan, out, decode, dry_run, names) as repair:
         repair.run(progress)
     report.notes += repair.notes
     if not report.included:
@@ -164,7 +171,10 @@ def _note_findings(layout: Layout, check: CheckReport, report: RepairReport) -> 
 class _Repair:
     """Executes a plan. Several threads decode frames ahead of the writing."""
 
-    def __init__(self, plan: RepairPlan, out: Path, decode: bool, dry_run: bool) -> None:
+    def __init__(
+        self, plan: RepairPlan, out: Path, decode: bool, dry_run: bool, names: Mapping[str, str]
+    ) -> None:
+        self.names = names
         self.plan, self.out, self.decode, self.dry_run = plan, out, decode, dry_run
         self.root, self.layout = plan.layout.root, plan.layout
         self.notes: list[str] = []
@@ -255,7 +265,11 @@ class _Repair:
         plan.new = files.total_episodes
         assert plan.task_index is not None
         more = {key: plan.episode.other_fields.get(key) for key in self._more}
+        columns, clips, stats = self._renamed(columns), self._renamed(clips), self._renamed(stats)
         files.append(columns, plan.task_index, clips, stats, plan.episode.tasks or None, more)
+
+    def _renamed(self, values: Mapping[str, T]) -> dict[str, T]:
+        return {self.names.get(name, name): value for name, value in values.items()}
 
     def _columns(self, plan: EpisodePlan) -> dict[str, Any] | str:
         """The episode's rows in recording order, or why they can't be read."""
@@ -310,7 +324,9 @@ class _Repair:
                 for name, spec in self.plan.columns.features.items()
             }
             robot = self.layout.info.get("robot_type")
-            self._files = DatasetFiles(self.out, self.plan.fps, features, robot, tasks=self.plan.tasks)
+            self._files = DatasetFiles(
+                self.out, self.plan.fps, self._renamed(features), robot, tasks=self.plan.tasks
+            )
         return self._files
 
     def _described(self, camera: str) -> dict[str, Any]:
