@@ -44,7 +44,7 @@ LAYERS = {
             "loader",
             "check",
         ),
-        *("show", "repair", "push"),
+        *("show", "repair", "edit", "push"),
     ],
     "runs": [
         *("jsonl", "series", "find", "process", "text", "health", "state", "reader"),

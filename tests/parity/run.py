@@ -2,9 +2,9 @@
 
     python tests/parity/run.py [PART ...]
 
-Parts are data, writer, repair, colour, augment, depth, adapters, hub, renamed, optimizers, robot; a folder beside this
-file (act, vqbet, ...) for what a kind of policy computes; exchange-KIND for its checkpoints, and exchange for those of
-all. Without any, all of them.
+Parts are data, writer, repair, edit, colour, augment, depth, adapters, hub, renamed, optimizers, robot; a folder beside
+this file (act, vqbet, ...) for what a kind of policy computes; exchange-KIND for its checkpoints, and exchange for
+those of all. Without any, all of them.
 
 Prints what was compared and the largest difference, and exits with 1 if one is too large. LeRobot runs
 in an environment of its own: $LEROBOT_PYTHON, or .venv-lerobot, which is made if it is not there.
@@ -101,6 +101,13 @@ def repair(lerobot: Path, folder: Path) -> Iterator[Row]:
     yield Row("datasets repaired here, read there", 0.0)
 
 
+def edit(lerobot: Path, folder: Path) -> Iterator[Row]:
+    """Datasets edited here, read there: every item is that of the original."""
+    call(Path(sys.executable), "edit_lerobot", "edit", folder)
+    call(lerobot, "edit_lerobot", "read", folder)
+    yield Row("datasets edited here, read there", 0.0)
+
+
 def colours(lerobot: Path, folder: Path) -> Iterator[Row]:
     """Clips of many codecs and colour tags, read on both sides."""
     colour.write(folder)
@@ -138,6 +145,7 @@ PARTS: dict[str, Callable[[Path, Path], Iterator[Row]]] = {
     "data": data,
     "writer": writer,
     "repair": repair,
+    "edit": edit,
     "colour": colours,
     "augment": augment,
     "depth": depth_maps,

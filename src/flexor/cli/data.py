@@ -7,7 +7,7 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
-from flexor.cli import augmented
+from flexor.cli import augmented, edit
 from flexor.cli.flags import dashed
 from flexor.cli.push import add_repository_flags
 from flexor.core.console import print_json, print_result, progress
@@ -60,12 +60,15 @@ def run(arguments: list[str]) -> int:
             )
     _add_show(verbs)
     _add_repair(verbs)
+    edit.add_verbs(verbs)
     _add_tokenizer(verbs)
     _add_push(verbs)
     cache_flags.add_verb(verbs)
     parsed, settings = parser.parse_known_args(dashed(arguments))
     if getattr(parsed, "augmented", None):
         return augmented.run(parsed, _address(parsed.root), settings)
+    if parsed.verb in edit.VERBS:
+        return edit.run(parsed, edit.shares(parser, parsed, settings, arguments), _local)
     if settings:
         parser.error(f"unrecognized arguments: {' '.join(settings)}")
     verbs_run = {

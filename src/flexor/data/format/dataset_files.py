@@ -25,7 +25,7 @@ from flexor.core.paths import inside
 from flexor.data.format import stats as statistics
 from flexor.data.format.encode import VideoStream, VideoWriter
 from flexor.data.format.file_names import V3
-from flexor.data.format.schema import DEFAULT_FEATURES, arrow_type, hf_feature
+from flexor.data.format.schema import DEFAULT_FEATURES, LANGUAGE, arrow_type, hf_feature
 
 DATA_PATH, VIDEO_PATH = V3["data_path"], V3["video_path"]
 EPISODES_PATH = "meta/episodes/chunk-{chunk_index:03d}/file-{file_index:03d}.parquet"
@@ -41,6 +41,12 @@ class PacketClip:
     packets: list[Any]
     joins: bool = True
     """Whether it may follow other packets in a file; if not, it starts a new file."""
+
+    lead: int = 0
+    """Frames before the episode's, which are only there to decode them."""
+
+    count: int | None = None
+    """The episode's frames; None: all after the lead."""
 
 
 @dataclass(frozen=True)
@@ -153,18 +159,22 @@ class DatasetFiles:
         for name, feature in (self.features | DEFAULT_FEATURES).items():
             if name in camera_stats:
                 result[name] = camera_stats[name]
-            elif feature["dtype"] not in ("image", "video", "string"):
+            elif feature["dtype"] not in ("image", "video", "string", LANGUAGE):
                 result[name] = statistics.vector_stats(columns[name])
         return result
 
     def _arrow_table(self, columns: Mapping[str, Any]) -> pa.Table:
         features = {n: f for n, f in (self.features | DEFAULT_FEATURES).items() if f["dtype"] != "video"}
-        schema = pa.schema([(name, arrow_type(feature)) for name, feature in features.items()])
-        described = {"info": {"features": {n: hf_feature(f) for n, f in features.items()}}}
-        schema = schema.with_metadata({"huggingface": json.dumps(described)})
-        arrays = []
+        schema = pa.schema([(name, arrow_type(f, columns[name])) for name, f in features.items()])
+        if LANGUAGE not in {feature["dtype"] for feature in features.values()}:
+            described = {"info": {"features": {n: hf_feature(f) for n, f in features.items()}}}
+            schema = schema.with_metadata({"huggingface": json.dumps(described)})
+        arrays: list[pa.Array | pa.ChunkedArray] = []
         for name, feature in features.items():
             values = columns[name]
+            if feature["dtype"] == LANGUAGE:
+                arrays.append(values)
+                continue
             if feature["dtype"] == "image":
                 values = [{"bytes": png, "path": f"frame-{i:06d}.png"} for i, png in enumerate(values)]
             elif isinstance(values, np.ndarray):
@@ -237,7 +247,7 @@ class _VideoFiles:
         if isinstance(clip, FileClip):
             place = self._copy(clip.file) | {"from_timestamp": clip.start, "to_timestamp": clip.end}
         else:
-            start, end = self._file_for(clip).append(clip.packets)
+            start, end = self._file_for(clip).append(clip.packets, clip.lead, clip.count)
             place = self._place(self._number) | {"from_timestamp": start, "to_timestamp": end}
         return {f"videos/{self._name}/{key}": value for key, value in place.items()}
 

@@ -184,9 +184,16 @@ class VideoWriter:
         with ordinary_priority():
             self._container.start_encoding()  # this opens an encoder too, although the packets are already encoded
 
-    def append(self, packets: list[av.Packet]) -> tuple[float, float]:
-        """Append an episode; returns its start time and end time in the file."""
+    def append(
+        self, packets: list[av.Packet], lead: int = 0, count: int | None = None
+    ) -> tuple[float, float]:
+        """Append an episode; returns its start time and end time in the file.
+
+        The episode is `count` frames after the first `lead`, by default all: decoding them may take more.
+        """
         start = self.frames
+        first = start + lead
+        end = first + (len(packets) - lead if count is None else count)
         for packet in packets:
             assert packet.pts is not None and packet.dts is not None
             copy = av.Packet(bytes(packet))
@@ -196,7 +203,7 @@ class VideoWriter:
             self._container.mux(copy)
         self.frames += len(packets)
         self.bytes += sum(packet.size for packet in packets)
-        return float(start * self._time_base), float(self.frames * self._time_base)
+        return float(first * self._time_base), float(end * self._time_base)
 
     def close(self) -> None:
         """Write the index. Without it the file cannot be read."""

@@ -24,6 +24,9 @@ NUMERIC = {
     *(f"{sign}int{bits}" for sign in ("", "u") for bits in (8, 16, 32, 64)),
 }
 
+LANGUAGE = "language"
+"""The dtype of columns with annotations of what is said and done: a list of records in each row. They are copied."""
+
 
 def checked_features(features: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
     """The features, each shape as a plain list; raises an error if a feature is invalid."""
@@ -80,8 +83,14 @@ def checked_value(where: str, value: Any, feature: dict[str, Any]) -> Any:
     return array.copy().reshape(shape)
 
 
-def arrow_type(feature: dict[str, Any]) -> pa.DataType:
-    """The feature's Arrow type as `datasets` writes it: fixed-size lists for vectors, nested lists for more axes."""
+def arrow_type(feature: dict[str, Any], values: object = None) -> pa.DataType:
+    """The feature's Arrow type as `datasets` writes it: fixed-size lists for vectors, nested lists for more axes.
+
+    Annotations have the type of their `values`, which are copied.
+    """
+    if feature["dtype"] == LANGUAGE:
+        assert isinstance(values, pa.Array | pa.ChunkedArray), feature
+        return values.type
     if feature["dtype"] == "image":
         return pa.struct([("bytes", pa.binary()), ("path", pa.string())])
     kind = pa.string() if feature["dtype"] == "string" else pa.from_numpy_dtype(feature["dtype"])
@@ -100,6 +109,7 @@ def hf_feature(feature: dict[str, Any]) -> dict[str, Any]:
     dtype, shape = feature["dtype"], feature["shape"]
     if dtype == "image":
         return {"_type": "Image"}
+    assert dtype != LANGUAGE, "its records have no description here"
     if shape == [1]:
         return {"dtype": dtype, "_type": "Value"}
     if len(shape) == 1:

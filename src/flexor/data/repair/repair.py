@@ -35,6 +35,7 @@ from flexor.data.check.tables import numbers
 from flexor.data.format.common_names import checked_names
 from flexor.data.format.dataset_files import DatasetFiles, FileClip, PacketClip, check_new_folder
 from flexor.data.format.metadata import Feature
+from flexor.data.format.schema import LANGUAGE
 from flexor.data.format.stats import Stats, image_stats, pixel_counts, sample_indices
 from flexor.data.frames.clips import decode_image
 from flexor.data.repair.account import EpisodePlan, RepairClip, RepairReport
@@ -288,6 +289,8 @@ class _Repair:
                 assert isinstance(values, np.ndarray), values
                 shape = () if feature.shape == (1,) else feature.shape
                 columns[name] = values.reshape(len(values), *shape)
+            elif feature.dtype == LANGUAGE:
+                columns[name] = rows[name]
             else:
                 cells = rows[name].to_pylist()
                 columns[name] = [cell.get("bytes") if isinstance(cell, dict) else cell for cell in cells]

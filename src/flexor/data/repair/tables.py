@@ -12,7 +12,7 @@ import pyarrow.parquet as pq
 from flexor.data.check.layout import EpisodeEntry, Layout
 from flexor.data.check.tables import OWN_COLUMNS, numbers
 from flexor.data.format.metadata import Feature
-from flexor.data.format.schema import NUMERIC
+from flexor.data.format.schema import LANGUAGE, NUMERIC
 from flexor.data.format.table import flat_numbers
 from flexor.data.repair.account import EpisodePlan
 
@@ -51,7 +51,7 @@ def plan_columns(layout: Layout, episodes: list[EpisodeEntry]) -> Columns:
                 columns.notes.append(f"camera {name} is declared but has no videos: declaration removed")
         elif name not in present:
             columns.notes.append(f"{name} is declared but no data file has the column: declaration removed")
-        elif feature.dtype not in NUMERIC | {"string", "image"}:
+        elif feature.dtype not in NUMERIC | {"string", "image", LANGUAGE}:
             columns.notes.append(f"{name} has the dtype {feature.dtype!r}, which can't be copied: left out")
         else:
             columns.features[name] = spec | ({"shape": [1]} if feature.dtype == "string" else {})

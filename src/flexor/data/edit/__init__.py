@@ -1,0 +1,1 @@
+"""`flexor data split`, `merge`, `delete`, `tasks` and `trim`: episodes are copied into new datasets, unchanged."""
