@@ -2,11 +2,13 @@
 
 import json
 import shutil
+import warnings
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 from safetensors.torch import load_file, save_file
 
 from flexor.bench.policy import untrained
@@ -90,6 +92,25 @@ def test_weights_in_several_files_load(act):
         load_pretrained(str(act))
     index.write_text("{}")
     with pytest.raises(CheckpointError, match="which file holds which weights"):
+        load_pretrained(str(act))
+
+
+def test_weights_in_torchs_distributed_checkpoint_load(act, lowdim, tmp_path):
+    """As LeRobot saves them with checkpoint_format=dcp: under `model`, in a folder of this name."""
+    expected = load_pretrained(str(act)).policy.state_dict()
+    weights = load_file(act / "model.safetensors")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        dcp.save({"model": weights}, checkpoint_id=act / "pytorch_model_fsdp_0", no_dist=True)
+    (act / "model.safetensors").unlink()
+    loaded = load_pretrained(str(act)).policy.state_dict()
+    assert [name for name in expected if not torch.equal(loaded[name], expected[name])] == []
+    tuned = runs.train(lowdim, tmp_path / "tuned", [f"--policy.path={act}"], "--steps=1", "--optimizer.lr=0")
+    trained = load_file(tuned / "checkpoints/last/pretrained_model/model.safetensors")
+    assert [name for name in weights if not torch.equal(trained[name], weights[name])] == []
+    for file in (act / "pytorch_model_fsdp_0").glob("*.distcp"):
+        file.write_bytes(b"damaged")
+    with pytest.raises(CheckpointError, match="pytorch_model_fsdp_0"):
         load_pretrained(str(act))
 
 

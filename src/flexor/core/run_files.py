@@ -19,6 +19,7 @@ PRETRAINED = "pretrained_model"  # of a checkpoint: the policy in LeRobot's form
 POLICY_CONFIG = "config.json"
 WEIGHTS = "model.safetensors"
 SPLIT_WEIGHTS = "model.safetensors.index.json"  # of other programs: which file has which weight
+TORCH_SHARDS = "pytorch_model_fsdp_0"  # LeRobot's weights in torch's distributed checkpoint
 TRAINING_STATE = "training_state"  # of a checkpoint: what resuming needs besides the policy
 SHARDS = "sharded"  # of the training state: each rank's part of the tensors
 MANIFEST = f"{TRAINING_STATE}/manifest.json"  # of a checkpoint: written last, so a folder with it is complete

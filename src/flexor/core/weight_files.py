@@ -1,4 +1,7 @@
-"""Weights in safetensors files: in one, or in several with an index that says which file has which tensor."""
+"""Weights in safetensors files: in one, or in several with an index that says which file has which tensor.
+
+Or in torch's distributed checkpoint, which LeRobot writes with checkpoint_format=dcp.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +10,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
+import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
@@ -15,21 +19,30 @@ from flexor.core.foreign_files import MALFORMED, read_json_object
 from flexor.core.model_files import ModelFiles
 from flexor.core.name_ranges import listed
 from flexor.core.paths import inside, safe_name
-from flexor.core.run_files import SPLIT_WEIGHTS, WEIGHTS
+from flexor.core.run_files import SPLIT_WEIGHTS, TORCH_SHARDS, WEIGHTS
+from flexor.core.shards import fill_from_shards
 from flexor.core.tensors import described_in, fill
+from flexor.core.torch_shards import TORCH_INDEX, TorchShards
+
+PREFIX = "model."  # of the weights in a distributed checkpoint
 
 
 class WeightFiles:
-    """The weights in a folder: `model.safetensors`, or the files in `model.safetensors.index.json`."""
+    """The weights in a folder: `model.safetensors`, the files in `model.safetensors.index.json`, or shards of torch."""
 
     def __init__(self, folder: Path, error: type[FlexorError] = CheckpointError):
         self.folder, self.error = folder, error
         self.file = inside(folder, WEIGHTS)
         self.index: dict[str, str] | None = None
         """Of several files: the file of each tensor."""
+        self.shards: TorchShards | None = None
         if not self.file.is_file() and inside(folder, SPLIT_WEIGHTS).is_file():
             self.file = inside(folder, SPLIT_WEIGHTS)
             self.index = self._read_index()
+        elif not self.file.is_file() and inside(folder, f"{TORCH_SHARDS}/{TORCH_INDEX}").is_file():
+            self.file = inside(folder, TORCH_SHARDS)
+            with self._readable(self.file):
+                self.shards = TorchShards(self.file)
 
     def __str__(self) -> str:
         return str(self.file)
@@ -48,6 +61,11 @@ class WeightFiles:
 
     def described(self) -> dict[str, Tensor]:
         """All tensors, without memory."""
+        if self.shards is not None:
+            return {
+                name.removeprefix(PREFIX): torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
+                for name, tensor in self.shards.tensors.items()
+            }
         if self.index is None:
             with self._readable(self.file):
                 return described_in(self.file)
@@ -62,6 +80,12 @@ class WeightFiles:
     def fill(self, tensors: Mapping[str, Tensor], names: Mapping[str, str] | None = None) -> None:
         """Fill this rank's part of each tensor; only that part is read. `names`: those in the files, if they differ."""
         names = names or {name: name for name in tensors}
+        if self.shards is not None:
+            with self._readable(self.file):
+                fill_from_shards(
+                    {PREFIX + names[name]: tensor for name, tensor in tensors.items()}, self.shards
+                )
+            return
         by_file: dict[Path, list[str]] = defaultdict(list)
         for name in tensors:
             by_file[self._file_of(names[name])].append(name)
@@ -71,6 +95,10 @@ class WeightFiles:
 
     def read(self, name: str) -> Tensor:
         """One tensor."""
+        if self.shards is not None:
+            described = self.described()[name]
+            self.fill({name: (values := torch.empty_like(described, device="cpu"))})
+            return values
         with self._readable(file := self._file_of(name)), safe_open(file, "pt") as source:
             tensor: Tensor = source.get_tensor(name)
         return tensor
@@ -82,7 +110,12 @@ class WeightFiles:
     def _readable(self, file: Path) -> Iterator[None]:
         try:
             yield
-        except (OSError, SafetensorError, KeyError) as error:  # KeyError: a type that Flexor does not know
+        except (
+            OSError,
+            ValueError,
+            SafetensorError,
+            KeyError,
+        ) as error:  # KeyError: a type that Flexor does not know
             raise self.error(f"Can't read the weights in {file}: {error}") from error
 
 

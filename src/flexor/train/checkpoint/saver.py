@@ -24,10 +24,10 @@ from flexor.core.disk_errors import disk_problem
 from flexor.core.log import log
 from flexor.core.machine import free_memory, gigabytes, pinned_bytes
 from flexor.core.run_files import SHARDS, TRAINING_STATE
+from flexor.core.shards import shard_file, write_index, write_shard
 from flexor.core.tensors import as_part, is_sharded, local
 from flexor.train.checkpoint import folder as checkpoint
 from flexor.train.checkpoint.run_folder import Run
-from flexor.train.checkpoint.shards import shard_file, write_index, write_shard
 from flexor.train.checkpoint.state import Snapshot, TrainState
 from flexor.train.ranks.processes import FOREVER
 

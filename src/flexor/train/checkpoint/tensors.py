@@ -15,10 +15,10 @@ from torch import Tensor
 
 from flexor.core.errors import CheckpointError
 from flexor.core.run_files import PRETRAINED, SHARDS, TRAINING_STATE, WEIGHTS
+from flexor.core.shards import INDEX, SafeShards, ShardFiles, fill_from_shards
 from flexor.core.tensors import described_in, fill
+from flexor.core.torch_shards import TorchShards
 from flexor.train.checkpoint.lerobot import optimizer_name
-from flexor.train.checkpoint.old_shards import OldShards
-from flexor.train.checkpoint.shards import INDEX, SafeShards, ShardFiles, fill_from_shards
 
 OPTIMIZER = "optimizer_state.safetensors"
 RAW_MODEL = "raw_model.safetensors"
@@ -77,7 +77,7 @@ class ShardedTensors:
     def __init__(self, folder: Path):
         self.shards: ShardFiles
         try:
-            self.shards = SafeShards(folder) if (folder / INDEX).is_file() else OldShards(folder)
+            self.shards = SafeShards(folder) if (folder / INDEX).is_file() else TorchShards(folder)
         except (OSError, ValueError) as error:
             raise CheckpointError(f"{folder} can't be read: {error}") from error
 

@@ -9,9 +9,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
+from flexor.core import shards
 from flexor.core.errors import CheckpointError
-from flexor.train.checkpoint import shards
-from flexor.train.checkpoint.shards import INDEX, write_index, write_shard
+from flexor.core.shards import INDEX, write_index, write_shard
 from flexor.train.checkpoint.tensors import ShardedTensors
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float64, torch.int64, torch.uint8, torch.bool]

@@ -16,7 +16,7 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata
 
 from flexor.core.errors import CheckpointError
-from flexor.train.checkpoint.old_shards import METADATA, OLD_INDEX, STORAGES, _read_tensor
+from flexor.core.torch_shards import METADATA, STORAGES, TORCH_INDEX, _read_tensor
 from flexor.train.checkpoint.tensors import ShardedTensors
 from support import ranks
 from support.limits import LIMIT_S
@@ -84,8 +84,8 @@ class Marks:
 
 
 def rewritten(saved: Path, change) -> None:
-    metadata = pickle.loads((saved / OLD_INDEX).read_bytes())
-    (saved / OLD_INDEX).write_bytes(pickle.dumps(change(metadata) or metadata))
+    metadata = pickle.loads((saved / TORCH_INDEX).read_bytes())
+    (saved / TORCH_INDEX).write_bytes(pickle.dumps(change(metadata) or metadata))
 
 
 def add_bytes(metadata) -> None:
@@ -153,7 +153,7 @@ assert used * (1 if sys.platform == "darwin" else 1 << 10) < 256 << 20, used
     code = f"import sys; sys.path[:0] = {sys.path!r}\n{code}"
     for path in sorted(saved.iterdir()):
         content = path.read_bytes()
-        path.write_bytes(BOMBS[bomb] if path.name == OLD_INDEX else _as_shard(content, BOMBS[bomb]))
+        path.write_bytes(BOMBS[bomb] if path.name == TORCH_INDEX else _as_shard(content, BOMBS[bomb]))
         done = subprocess.run(
             [sys.executable, "-c", code], capture_output=True, text=True, timeout=LIMIT_S, check=False
         )

@@ -19,9 +19,9 @@ import torch
 from torch import Tensor
 
 from flexor.core.paths import inside
-from flexor.train.checkpoint.shards import ShardedTensor, ShardPiece, check_sizes
+from flexor.core.shards import ShardedTensor, ShardPiece, check_sizes
 
-OLD_INDEX = ".metadata"
+TORCH_INDEX = ".metadata"
 LARGEST_INDEX = 256 << 20
 METADATA = "torch.distributed.checkpoint.metadata"
 METADATA_CLASSES = (
@@ -68,12 +68,14 @@ class _Unpickler(PythonUnpickler):
             return lambda *_: None
         if module == "torch" and isinstance(getattr(torch, name, None), torch.dtype):
             return getattr(torch, name)
-        raise ValueError(f"{OLD_INDEX} asks for {module}.{name}, which no checkpoint needs: it is not loaded")
+        raise ValueError(
+            f"{TORCH_INDEX} asks for {module}.{name}, which no checkpoint needs: it is not loaded"
+        )
 
     def load_build(self) -> None:
         """A state is that of an object: set on a class, it would change torch itself."""
         if not _is_object(self.stack[-2]):
-            raise ValueError(f"{OLD_INDEX} changes a {type(self.stack[-2]).__name__}")
+            raise ValueError(f"{TORCH_INDEX} changes a {type(self.stack[-2]).__name__}")
         super().load_build()
 
     def load_binget(self) -> None:
@@ -88,7 +90,7 @@ class _Unpickler(PythonUnpickler):
         """Numbers, names and classes may be repeated. Repeated lists of lists would stand for billions of values."""
         value = self.stack[-1]
         if isinstance(value, list | dict) or type(value) is tuple or _is_object(value):
-            raise ValueError(f"{OLD_INDEX} repeats a {type(value).__name__}")
+            raise ValueError(f"{TORCH_INDEX} repeats a {type(value).__name__}")
 
     for method in (load_build, load_binget, load_long_binget):
         dispatch[CODES[method.__name__.removeprefix("load_").upper()]] = method
@@ -99,24 +101,24 @@ def _is_object(value: Any) -> bool:
     return dataclasses.is_dataclass(value) and not isinstance(value, type)
 
 
-class OldShards:
+class TorchShards:
     """Shards in torch's format. Whatever is damaged or strange in them raises a ValueError or an OSError."""
 
     def __init__(self, folder: Path):
         self.folder = folder
         try:
-            self._read_index(_unpickled(inside(folder, OLD_INDEX)))
+            self._read_index(_unpickled(inside(folder, TORCH_INDEX)))
         except (ValueError, OSError):
             raise
         except Exception as error:  # a pickle can ask for anything
-            raise ValueError(f"{OLD_INDEX} is damaged: {error!r}") from error
+            raise ValueError(f"{TORCH_INDEX} is damaged: {error!r}") from error
 
     def _read_index(self, metadata: Any) -> None:
         from torch.distributed.checkpoint.filesystem import _StorageInfo
         from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
         if not isinstance(metadata, Metadata):
-            raise ValueError(f"{OLD_INDEX} holds no index of shards")
+            raise ValueError(f"{TORCH_INDEX} holds no index of shards")
         stored: dict[tuple[str, int], Any] = {}
         for index, info in metadata.storage_data.items():
             if not isinstance(info, _StorageInfo) or getattr(info, "transform_descriptors", None):
@@ -143,7 +145,7 @@ class OldShards:
         file, offset, length = self._places[name, piece.start]
         path = inside(self.folder, file)
         if offset < 0 or not 0 <= length <= path.stat().st_size:
-            raise OSError(f"{file} is shorter than {OLD_INDEX} says")
+            raise OSError(f"{file} is shorter than {TORCH_INDEX} says")
         with path.open("rb") as stream:
             stream.seek(offset)
             data = io.BytesIO(stream.read(length))
@@ -156,7 +158,7 @@ class OldShards:
 
 def _unpickled(path: Path) -> Any:
     if path.stat().st_size > LARGEST_INDEX:
-        raise ValueError(f"{OLD_INDEX} is larger than {LARGEST_INDEX >> 20} MB")
+        raise ValueError(f"{TORCH_INDEX} is larger than {LARGEST_INDEX >> 20} MB")
     return _Unpickler(io.BytesIO(path.read_bytes())).load()
 
 

@@ -6,7 +6,7 @@
       rank-00001.safetensors      ...
 
 A tensor is split along its first dimension. Nothing in these files is code, and no file is larger in memory than on
-disk. Runs of Flexor before this format have torch's distributed checkpoint instead: see `old_shards.py`.
+disk. Runs of Flexor before this format have torch's distributed checkpoint instead: see `torch_shards.py`.
 """
 
 from __future__ import annotations
