@@ -31,6 +31,7 @@ from flexor.cli.plan import parser as plan_flags
 from flexor.cli.serve import parser as serve_flags
 from flexor.config.accelerate_flags import SHARDING
 from flexor.config.lerobot_flags import ALIASES, HARMLESS, IGNORED
+from flexor.config.lerobot_runtime import TRANSLATED
 from flexor.config.parse import flatten, load_config, parse_flags, read_file
 from flexor.config.schema import GROUPS, ParallelConfig
 from flexor.evaluate import report
@@ -396,6 +397,7 @@ def lerobot_table() -> str:
     """How each setting of LeRobot's is treated, from config.py."""
     rows = [(f"`{theirs}`", f"the same as `{ours}`", "") for theirs, ours in _aliases()]
     rows.append(("`policy.use_amp`", "the same as `precision=bf16`", "unless `precision` is given"))
+    rows += [(f"`{theirs}`", f"the same as `{ours}`", when) for theirs, (ours, when) in TRANSLATED.items()]
     for key, reason in IGNORED.items():
         rows.append((f"`{key}`", _treatment(key), reason))
     return "\n".join(

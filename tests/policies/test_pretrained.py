@@ -13,13 +13,15 @@ from safetensors.torch import load_file, save_file
 
 from flexor.bench.policy import untrained
 from flexor.cli.main import main
-from flexor.core.errors import CheckpointError
+from flexor.core.errors import CheckpointError, ConfigError, FlexorError
 from flexor.core.rng import Noise
 from flexor.plan.data.imagined_robot import Robot
 from flexor.policies.act.config import ACTConfig
-from flexor.policies.pretrained import load_pretrained, read_config
+from flexor.policies.pretrained import as_lerobot, load_pretrained, read_config
+from flexor.policies.processing.pipeline import Pipeline
 from support import runs
 from support.damage import edit_json
+from support.tokenizers import make_tokenizer
 
 
 def test_reads_a_switch_that_lerobot_wrote_as_a_number(tmp_path):
@@ -118,6 +120,53 @@ def test_a_setting_that_is_not_known_is_named_with_its_file(act):
     edit_json(act / "config.json", lambda config: config.update(flash_mode=3))
     with pytest.raises(CheckpointError, match=r"act/config.json has settings .* not know: flash_mode\."):
         load_pretrained(str(act))
+
+
+PI05 = {
+    "type": "pi05",
+    "use_visual_memory": False,
+    "use_proprioceptive_memory": False,
+    "memory_frames": 6,
+    "memory_stride": 30,
+    "memory_temporal_attention_every": 4,
+    "rtc_training_max_delay": 0,
+    "rtc_config": None,
+}
+
+
+def test_a_pi05_with_settings_that_only_lerobot_has(tmp_path, log_lines):
+    file = tmp_path / "config.json"
+    file.write_text(json.dumps(PI05))
+    assert read_config(str(tmp_path)).type == "pi05" and not log_lines
+    file.write_text(json.dumps(PI05 | {"rtc_training_max_delay": 10}))
+    assert "rtc_training_max_delay" not in as_lerobot(read_config(str(tmp_path)))
+    assert "rtc_training_max_delay=10 has no effect" in " ".join(log_lines)
+    for name in ("use_visual_memory", "use_proprioceptive_memory"):
+        file.write_text(json.dumps(PI05 | {name: True}))
+        with pytest.raises(
+            CheckpointError, match=f"config.json: {name}=True is not supported: pi05 has no memory"
+        ):
+            read_config(str(tmp_path))
+    file.write_text(json.dumps({"type": "eo1", "recipe": {}}))
+    with pytest.raises(ConfigError, match=r"policy\.type=eo1 is a policy of LeRobot's"):
+        read_config(str(tmp_path))
+
+
+def test_a_tokenizer_beside_the_policy_is_used(tmp_path):
+    """LeRobot saves it there, and names it relative to the folder."""
+    make_tokenizer(tmp_path / "tokenizer")
+    entry = {
+        "registry_name": "tokenizer_processor",
+        "config": {"tokenizer_name": "tokenizer", "max_length": 8},
+        "artifacts": {"tokenizer_name": "tokenizer"},
+    }
+    file = tmp_path / "policy_preprocessor.json"
+    file.write_text(json.dumps({"name": "policy_preprocessor", "steps": [entry]}))
+    (step,) = Pipeline.load(tmp_path, "policy_preprocessor").steps
+    assert step({"task": ["pick"]})["observation.language.tokens"].shape == (1, 8)
+    file.write_text(json.dumps({"steps": [entry | {"artifacts": {"tokenizer_name": "../tokenizer"}}]}))
+    with pytest.raises(FlexorError, match="tokenizer"):
+        Pipeline.load(tmp_path, "policy_preprocessor")
 
 
 def test_resuming_a_run_of_lerobots_points_to_its_weights(act, tmp_path, capsys):

@@ -11,6 +11,7 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 from flexor.cli.main import main
+from flexor.config.schema import EMAConfig
 from flexor.core.errors import CheckpointError, ConfigError
 from flexor.core.run_files import PRETRAINED, WEIGHTS
 from flexor.plan.trace.trace import trace_step
@@ -104,7 +105,7 @@ def test_every_weight_has_one_name():
     net = Net()
     assert tied_names(net) == {"head.weight": "embed.weight"}
     assert [*unique_state(net)] == [*unique_parameters(net)] == ["embed.weight", "body.weight", "body.bias"]
-    average = EMA(net, 0.5)
+    average = EMA(net, EMAConfig(decay=0.5).decay_at)
     average.begin_step()
     average.update(net)
     assert [*average.average] == [*unique_state(net)]

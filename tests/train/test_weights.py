@@ -9,6 +9,7 @@ from torch import nn
 
 from flexor.cli.main import main
 from flexor.config.parse import load_config
+from flexor.config.schema import EMAConfig
 from flexor.core.errors import ConfigError
 from flexor.core.run_files import PRETRAINED, TRAINING_STATE, WEIGHTS
 from flexor.policies.pretrained import load_pretrained
@@ -65,7 +66,7 @@ def test_it_learns_what_float32_learns(lowdim, tiny_act, tmp_path):
 def test_the_average_moves_although_each_step_is_too_small_for_bfloat16():
     net = nn.Linear(1, 1, bias=False).bfloat16()
     nn.init.ones_(net.weight)
-    ema = EMA(net, decay=0.999)
+    ema = EMA(net, EMAConfig().decay_at)
     ema.updates = 100_000
     nn.init.constant_(net.weight, 1.0078125)  # the next number in bfloat16
     ema.begin_step()

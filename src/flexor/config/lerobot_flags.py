@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from flexor.config.lerobot_runtime import with_runtime
 from flexor.core.errors import ConfigError
 from flexor.core.log import log
 from flexor.core.typed import Text, parse_yaml
@@ -37,6 +38,16 @@ IGNORED = {
     "eval.recording": "evaluation episodes are not recorded as datasets; --eval.videos saves videos of them",
     "eval.recording_repo_id": "evaluation episodes are not recorded as datasets",
     "eval.recording_private": "evaluation episodes are not recorded as datasets",
+    "parallelism.context_parallel": "Flexor does not split sequences over processes",
+    "parallelism.cfg_parallel": "Flexor does not split guidance over processes",
+    "accelerator.fsdp.wrap_modules": "the policy names the blocks that are sharded",
+    "accelerator.fsdp.min_num_params": "the policy names the blocks that are sharded",
+    "accelerator.fsdp.ignored_modules": "all parameters are sharded",
+    "accelerator.ddp.gradient_as_bucket_view": "gradients are always views of their buckets",
+    "accelerator.ddp.static_graph": "--step=graph replays CUDA graphs of steps",
+    "accelerator.compile.backend": "--compile=true uses torch's default",
+    "accelerator.compile.mode": "--compile=true uses torch's default",
+    "accelerator.compile.regional": "--compile=true compiles block by block",
     "policy.pretrained_path": "--policy.path sets the checkpoint to start from",
     "policy.pretrained_revision": "--policy.path=REPO@REVISION sets the revision",
 }
@@ -53,6 +64,10 @@ HARMLESS: dict[str, tuple[Any, ...]] = {
     "dataset.repo_type": ("dataset",),
     "eval.recording": (False,),
     "use_policy_training_preset": (True,),
+    "parallelism.context_parallel.ring_degree": (1,),
+    "parallelism.context_parallel.ulysses_degree": (1,),
+    "parallelism.cfg_parallel": (1,),
+    "accelerator.fsdp.ignored_modules": (None,),
 }
 # LeRobot's values -> Flexor's
 VALUES = {"scheduler.type": {"diffuser": "cosine", "cosine_annealing_with_warmup": "cosine"}}
@@ -65,6 +80,9 @@ ALIASES = {
     "peft.full_training_modules": "lora.full_training_modules",
     "policy.path": "policy_path",
     "config_path": "config",
+    "accelerator.compile.enabled": "compile",
+    "accelerator.fsdp.cpu_offload": "parallel.cpu_offload",
+    "accelerator.fsdp.reshard_after_forward": "parallel.reshard_after_forward",
     "checkpoint.async": "checkpoint.asynchronous",  # `async` is a Python keyword
 }
 
@@ -72,7 +90,7 @@ ALIASES = {
 def drop_ignored(flat: dict[str, Any]) -> dict[str, Any]:
     """Remove LeRobot's settings that have no effect in Flexor, and name them in the log."""
     supported = {}
-    flat = _with_sample_weighting(flat)
+    flat = with_runtime(_with_sample_weighting(flat))
     if "peft.method_type" in flat:
         flat = {"lora.r": 16, **flat}  # LeRobot's default
     for key, value in flat.items():

@@ -9,6 +9,7 @@ from typing import Any
 
 from flexor.config.accelerate_flags import accelerate_settings
 from flexor.config.lerobot_flags import ALIASES, drop_ignored
+from flexor.config.lerobot_runtime import NESTED
 from flexor.config.optimizer import resolve_optimizer, resolve_scheduler
 from flexor.config.schema import GROUPS, TrainConfig, validate
 from flexor.core.errors import CheckpointError, ConfigError
@@ -19,6 +20,7 @@ from flexor.core.typed import Partial, Text, closest, coerce, field_types, from_
 from flexor.data.format.episode_list import episode_setting
 from flexor.policies import PolicyConfig, policy_class
 from flexor.policies.external import is_code, short_name
+from flexor.policies.lerobot_settings import without_lerobot_settings
 from flexor.policies.rename import split_renames
 from flexor.policies.sizes import check_sizes
 
@@ -80,7 +82,7 @@ def flatten(tree: dict[str, Any], where: str = "") -> dict[str, Any]:
     flat: dict[str, Any] = {}
     for key, value in tree.items():
         name = f"{where}.{key}" if where else str(key)
-        if name in (*GROUPS, "peft") and isinstance(value, dict):
+        if name in (*GROUPS, "peft", *NESTED) and isinstance(value, dict):
             flat.update(flatten(value, name))
         elif name in GROUPS and value is None:
             continue  # LeRobot writes `env: null` for a group that was not given
@@ -236,7 +238,7 @@ def _build_policy(settings: Any, path: str | None) -> PolicyConfig:
     ]
     settings = {key: value for key, value in settings.items() if key not in nulls}
     cls = policy_class(str(settings.pop("type"))).Config
-    policy = from_plain(cls, settings, "policy")
+    policy = from_plain(cls, without_lerobot_settings(cls.only_in_lerobot, settings), "policy")
     check_sizes(policy)
     policy.validate()
     return policy

@@ -112,6 +112,28 @@ class EMAConfig:
     """Keep an exponential moving average of the weights; evaluation and export use the average."""
     decay: float = setting(0.999, more_than=0, less_than=1)
     """Decay of the average per step (lower during the first steps)."""
+    min_decay: float = setting(0.0, at_least=0, less_than=1)
+    """Smallest decay; the same as `decay` for a constant one."""
+    power: float | None = setting(None, more_than=0)
+    """The decay rises as 1 - (1 + step / inv_gamma)^-power, as in LeRobot and diffusers; default: as
+    (1 + step) / (10 + step)."""
+    inv_gamma: float = setting(1.0, more_than=0)
+    """With `power`: steps in which the decay rises."""
+    update_after_step: int = setting(0, at_least=0)
+    """The average is a copy of the weights for so many steps."""
+
+    def decay_at(self, update: int) -> float:
+        """The decay in the update of this number, counted from 1."""
+        follows_lerobot = self.power is not None or self.min_decay or self.update_after_step
+        if not follows_lerobot:
+            return min(self.decay, (1 + update) / (10 + update))  # forget the start quickly
+        step = update - self.update_after_step - 1
+        if step <= 0:
+            return 0.0
+        rising = (
+            (1 + step) / (10 + step) if self.power is None else 1 - (1 + step / self.inv_gamma) ** -self.power
+        )
+        return max(self.min_decay, min(self.decay, rising))
 
 
 @dataclass(frozen=True)

@@ -24,6 +24,23 @@ POLICIES = {
     "pi0_fast": "flexor.policies.pi0_fast.policy:Pi0Fast",
 }
 
+ONLY_IN_LEROBOT = (
+    *(
+        "eo1",
+        "evo1",
+        "fastwam",
+        "gaussian_actor",
+        "groot",
+        "lingbot_va",
+        "molmoact2",
+        "sac",
+        "vla_jepa",
+        "wall_x",
+    ),
+    *("xvla", "reward_classifier"),
+)
+"""LeRobot's types of policies that Flexor does not have."""
+
 
 def policy_class(kind: str) -> type[Policy]:
     """The policy of a type: a built-in one, one from an installed package, or code that the user names."""
@@ -32,6 +49,11 @@ def policy_class(kind: str) -> type[Policy]:
     if is_code(kind):
         return load_external(kind)
     registered = installed()
+    if kind not in registered and kind in ONLY_IN_LEROBOT:
+        raise ConfigError(
+            f"policy.type={kind} is a policy of LeRobot's that Flexor does not have: neither its training settings nor "
+            f"its checkpoints can be used here. Train it with lerobot-train. Flexor has {', '.join(POLICIES)}."
+        )
     if kind not in registered:
         raise ConfigError(
             f"policy.type={kind!r} is not known. {closest(kind, [*POLICIES, *registered])} "

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Hashable, Mapping
 from dataclasses import dataclass, field, replace
 from math import inf
+from types import MappingProxyType
 from typing import Any, ClassVar, NamedTuple, Self
 
 import torch
@@ -17,6 +18,7 @@ from flexor.core.rng import NoiseSource
 from flexor.core.typed import setting
 from flexor.policies.adapters import ALL_LINEAR
 from flexor.policies.features import Kind, Normalization, PolicyFeature
+from flexor.policies.lerobot_settings import LerobotSetting
 from flexor.policies.processing.normalize import Normalize, Unnormalize
 from flexor.policies.processing.pipeline import POSTPROCESSOR, PREPROCESSOR, Pipeline, ProcessingStep, Stats
 from flexor.policies.processing.rename_and_move import RenameObservations, ToBatch, ToDevice, with_renaming
@@ -57,6 +59,8 @@ class PolicyConfig:
 
     unknown_to_lerobot: ClassVar[frozenset[str]] = frozenset()
     """Settings that LeRobot does not have: they are not written into its files."""
+    only_in_lerobot: ClassVar[Mapping[str, LerobotSetting]] = MappingProxyType({})
+    """Settings that LeRobot's policy has, and this one does not."""
 
     n_obs_steps: int = 1
     """Number of observations the policy uses, the current one included."""

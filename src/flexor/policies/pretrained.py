@@ -42,6 +42,7 @@ from flexor.policies.adapters import init_adapters, is_adapter
 from flexor.policies.base import Policy, PolicyConfig
 from flexor.policies.check_weights import check_ties, names_in_file
 from flexor.policies.external import is_code, is_loaded, short_name
+from flexor.policies.lerobot_settings import without_lerobot_settings
 from flexor.policies.meta_init import parameters_without_memory, with_memory
 from flexor.policies.nn.real_time import GUIDANCE_WEIGHTS, PREVIOUS, RealTimeSettings
 from flexor.policies.predict_graph import PredictGraphs
@@ -197,6 +198,8 @@ def read_config(path: str, overrides: dict[str, Any] | None = None) -> PolicyCon
     changes = dict(overrides or {})
     cls = policy_class(_policy_type(folder, saved_type, changes.pop("type", None))).Config
     settings = {key: value for key, value in settings.items() if key not in LEROBOT_ONLY}
+    settings = without_lerobot_settings(cls.only_in_lerobot, settings, folder / POLICY_CONFIG)
+    changes = without_lerobot_settings(cls.only_in_lerobot, changes)
     # LeRobot declares replace_final_stride_with_dilation a number, and writes 0 for false
     switches = [name for name, declared in get_type_hints(cls).items() if declared is bool]
     settings |= {name: bool(settings[name]) for name in switches if settings.get(name) in (0, 1)}

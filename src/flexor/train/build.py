@@ -274,7 +274,7 @@ def build_state(
         postprocessor=after,
         optimizer=optimizer,
         scheduler=build_scheduler(config.scheduler, optimizer, config.steps),
-        ema=EMA(policy, config.ema.decay) if config.ema.enable else None,
+        ema=EMA(policy, config.ema.decay_at) if config.ema.enable else None,
         split=split,
         augmentation=build_augmentation(config, engine.device, dataset),
     )

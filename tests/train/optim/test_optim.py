@@ -8,7 +8,7 @@ from torch import nn
 
 from flexor.config.optimizer import resolve_optimizer
 from flexor.config.parse import load_config
-from flexor.config.schema import OptimizerConfig
+from flexor.config.schema import EMAConfig, OptimizerConfig
 from flexor.core.errors import ConfigError
 from flexor.policies.act.config import ACTConfig
 from flexor.policies.base import ParamGroup
@@ -83,7 +83,7 @@ def test_settings_are_what_the_optimizer_uses(more, kind, expected, lowdim, tiny
 def test_moving_average_follows(device):
     torch.manual_seed(0)
     model = nn.BatchNorm1d(2).to(device)
-    ema = EMA(model, 0.9)
+    ema = EMA(model, EMAConfig(decay=0.9).decay_at)
     with torch.no_grad():
         model.weight.fill_(2.0)
     model.num_batches_tracked.fill_(7)
@@ -96,6 +96,22 @@ def test_moving_average_follows(device):
         ema.begin_step()
         ema.update(model)
     assert ema.average["weight"].tolist() == pytest.approx([2.0, 2.0])
+
+
+@pytest.mark.parametrize(
+    ("settings", "expected"),
+    [  # of diffusers' EMAModel with use_ema_warmup, in its updates 1, 2, 3, 10 and 100000
+        (
+            {"power": 0.75, "decay": 0.9999},
+            [0, 0.405396442499, 0.561308662349, 0.822172058996, 0.999822172059],
+        ),
+        ({"power": 0.75, "decay": 0.99, "min_decay": 0.99}, [0, 0.99, 0.99, 0.99, 0.99]),
+        ({"power": 0.75, "update_after_step": 2, "min_decay": 0.3}, [0, 0, 0, 0.789775896187, 0.999]),
+    ],
+)
+def test_schedules_of_lerobots_average(settings, expected):
+    decays = [EMAConfig(**settings).decay_at(update) for update in (1, 2, 3, 10, 100_000)]
+    assert decays == pytest.approx(expected, abs=1e-11)
 
 
 @pytest.mark.parametrize("kind", ["sgd", "adam", "adamw"])

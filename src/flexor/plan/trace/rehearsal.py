@@ -140,7 +140,7 @@ class Rehearsal:
             tracker.name(engine.copies.create().values(), "casts")
         if config.compile and device != META:
             compile_blocks(self.policy, device)
-        ema = EMA(self.policy, config.ema.decay) if config.ema.enable else None
+        ema = EMA(self.policy, config.ema.decay_at) if config.ema.enable else None
         if ema:
             tracker.name(list(ema.average.values()), "ema")
         self.policy.train()

@@ -35,6 +35,8 @@ class RealTimeSettings:
     """The strongest correction in one integration step."""
     execution_horizon: int = 10
     """Actions of the new chunk that are guided by the last one."""
+    mode: Literal["guided", "trained"] = "guided"
+    """How LeRobot continues a chunk. Flexor guides; `trained`, for policies that were trained for it, is refused."""
     debug: bool = False
     """No effect."""
     debug_maxlen: int = 100
@@ -43,6 +45,11 @@ class RealTimeSettings:
     @classmethod
     def of(cls, config: dict[str, Any] | None) -> RealTimeSettings:
         settings = from_plain(cls, config or {}, "policy.rtc_config")
+        if settings.mode != "guided":
+            raise ConfigError(
+                "policy.rtc_config.mode=trained is not supported: Flexor guides a new chunk while it is denoised. Set "
+                "--policy.rtc_config.mode=guided."
+            )
         if settings.max_guidance_weight <= 0 or settings.execution_horizon < 1:
             raise ConfigError(
                 "policy.rtc_config: max_guidance_weight must be more than 0, and execution_horizon at least 1."

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import ClassVar
 
 from flexor.policies.features import Kind, Normalization
+from flexor.policies.lerobot_settings import LerobotSetting
 from flexor.policies.processing.pipeline import ProcessingStep, Stats
 from flexor.policies.processing.prompt import AddNewLinePi0, StateInPrompt
 from flexor.policies.processing.rename_and_move import RenameObservations, ToBatch, ToDevice
@@ -84,6 +86,18 @@ class Pi05Config(PiConfig):
         *("time_mlp_in", "time_mlp_out"),  # which LeRobot 0.6.1 leaves out
     )
 
+    only_in_lerobot: ClassVar[Mapping[str, LerobotSetting]] = {
+        "use_visual_memory": LerobotSetting("pi05 has no memory of earlier images here", (False,)),
+        "use_proprioceptive_memory": LerobotSetting("pi05 has no memory of earlier states here", (False,)),
+        "memory_frames": LerobotSetting(),
+        "memory_stride": LerobotSetting(),
+        "memory_temporal_attention_every": LerobotSetting(),
+        "rtc_training_max_delay": LerobotSetting(
+            "Flexor does not train policies to continue a chunk, it guides them when they act",
+            (0,),
+            "The policy acts and is fine-tuned like one that was trained without",
+        ),
+    }
     normalization_mapping: dict[Kind, Normalization] = field(
         default_factory=lambda: {Kind.VISUAL: "IDENTITY", Kind.STATE: "QUANTILES", Kind.ACTION: "QUANTILES"}
     )

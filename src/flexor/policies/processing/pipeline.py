@@ -187,6 +187,11 @@ def read_steps(file: Path) -> list[dict[str, Any]]:
     return steps
 
 
+def _artifacts(file: Path, entry: Mapping[str, Any]) -> dict[str, str]:
+    """Settings that name files beside the pipeline, such as a tokenizer that LeRobot saved there, as paths."""
+    return {name: str(inside(file.parent, path)) for name, path in (entry.get("artifacts") or {}).items()}
+
+
 def _load_step(file: Path, entry: dict[str, Any]) -> ProcessingStep:
     name = entry.get("registry_name") or entry.get("class")
     if not isinstance(name, str) or name not in STEPS:
@@ -197,7 +202,7 @@ def _load_step(file: Path, entry: dict[str, Any]) -> ProcessingStep:
         )
     settings = entry.get("config") or {}
     try:
-        step = STEPS[name].from_config(dict(settings))
+        step = STEPS[name].from_config({**settings, **_artifacts(file, entry)})
     except (ConfigError, *MALFORMED) as error:
         raise CheckpointError(
             f"{file}: the processing step {name!r} does not accept the settings {settings}: {error!r}"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -17,8 +18,8 @@ class EMA:
     A step first calls `begin_step`, then `update`. The second can be part of a CUDA graph.
     """
 
-    def __init__(self, model: nn.Module, decay: float):
-        self.decay = decay
+    def __init__(self, model: nn.Module, decay_at: Callable[[int], float]):
+        self.decay_at = decay_at  # of the update with this number, counted from 1
         self.updates = 0
         self.average = {k: _in_float32(v.detach()).clone() for k, v in unique_state(model).items()}
         self.weight: float | torch.Tensor = 0.0  # of the model in this step; on a GPU a tensor
@@ -28,7 +29,7 @@ class EMA:
 
     def begin_step(self) -> None:
         self.updates += 1
-        decay = min(self.decay, (1 + self.updates) / (10 + self.updates))  # forget the start quickly
+        decay = self.decay_at(self.updates)
         if isinstance(self.weight, torch.Tensor):
             self.weight.fill_(1 - decay)
         else:
