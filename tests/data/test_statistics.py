@@ -1,4 +1,5 @@
 import numpy as np
+import pyarrow.parquet as pq
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -6,7 +7,7 @@ from hypothesis import strategies as st
 from flexor.core.errors import DatasetError
 from flexor.data.dataset import open_dataset
 from flexor.data.format import stats
-from flexor.data.statistics import compute_stats
+from flexor.data.statistics import compute_stats, with_own_stats
 from support.small_datasets import TOP, write
 
 WAVE = np.sin(np.arange(120, dtype=np.float64)).reshape(40, 3).astype(np.float32)
@@ -157,3 +158,35 @@ def test_compute_stats_decodes_nothing_it_is_not_asked_for(tmp_path, monkeypatch
     assert list(compute_stats(dataset, ["action"])) == ["action"]
     with pytest.raises(DatasetError, match="can't compute statistics of nothing"):
         compute_stats(dataset, ["nothing", TOP])
+
+
+def test_statistics_of_a_selection_leave_out_the_other_episodes(tmp_path):
+    """Those of images are merged from the episodes' own, those of rows computed."""
+    root = write(tmp_path / "data")
+    dataset = open_dataset(root=root)
+    assert with_own_stats(dataset) is dataset
+    selection = with_own_stats(open_dataset(root=root, exclude_episodes=[1]))
+    expected = compute_stats(selection)
+    for name, tolerance in (
+        ("action", 1e-6),
+        ("observation.state", 1e-6),
+        (TOP, 0.01),
+    ):  # images change when encoded
+        for key in ("mean", "std"):
+            value, other = selection.stats[name][key], dataset.stats[name][key]
+            np.testing.assert_allclose(value, expected[name][key], rtol=1e-5, atol=tolerance)
+            assert value.shape == other.shape and not np.array_equal(value, other)
+        assert selection.stats[name]["count"] == expected[name]["count"]
+    rows = selection.columns["action"].astype(np.float64)
+    np.testing.assert_allclose(selection.stats["action"]["q10"], np.quantile(rows, 0.1, axis=0))
+
+
+def test_images_of_a_selection_without_episode_statistics_use_those_of_all(tmp_path):
+    root = write(tmp_path / "data")
+    for file in (root / "meta/episodes").rglob("*.parquet"):
+        table = pq.read_table(file)
+        pq.write_table(table.select([n for n in table.column_names if not n.startswith("stats/")]), file)
+    recorded = open_dataset(root=root).stats[TOP]
+    selection = with_own_stats(open_dataset(root=root, episodes=[0, 2]))
+    np.testing.assert_array_equal(selection.stats[TOP]["mean"], recorded["mean"])
+    assert selection.stats["action"]["count"] == len(selection)

@@ -132,6 +132,14 @@ def test_statistics_of_another_dataset(tmp_path, mode, change):
     assert "`flexor data stats DIR --write`" in wrong.fix
 
 
+def test_a_standard_deviation_that_is_too_large(tmp_path):
+    root = change_statistics(
+        write_arm(tmp_path / "arm"), "action", lambda name, value: value * 7 if name == "std" else value
+    )
+    (wrong,) = findings(root)
+    assert wrong.name == "wrong statistics" and "a standard deviation of 0.1429 instead" in wrong.evidence
+
+
 def test_a_sensor_that_failed_in_one_frame(tmp_path):
     faults = findings(write_arm(tmp_path / "arm", glitch(2, 5, 1)))
     (far,) = [fault for fault in faults if fault.name == "values out of range"]

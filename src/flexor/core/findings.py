@@ -44,6 +44,9 @@ class Finding:
     episode: int | None = None
     """The affected episode; None if the finding concerns all of them."""
 
+    frame: int | None = None
+    """The frame of the episode at which it begins; None if it concerns all of them, or none."""
+
     feature: str | None = None
     file: str | None = None
     step: float | None = None

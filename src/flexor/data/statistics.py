@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 
@@ -10,9 +11,12 @@ from flexor.core.batch import ACTION, STATE
 from flexor.core.console import Progress
 from flexor.core.errors import DatasetError
 from flexor.data.dataset import Dataset
+from flexor.data.format.metadata import read_episode_stats
 from flexor.data.format.stats import (
+    NEEDED_STATS,
     PIXELS_FROM,
     PIXELS_TO,
+    QUANTILES,
     RunningStats,
     Stats,
     aggregate_stats,
@@ -43,6 +47,66 @@ def compute_stats(
         if progress is not None:
             progress(len(per_episode), len(dataset.episodes))
     return aggregate_stats(per_episode)
+
+
+def true_quantiles(column: np.ndarray) -> Stats:
+    """The quantiles of all rows [N, ..., D]; nan does not count.
+
+    Those that a dataset has recorded are averages of its episodes' quantiles, as LeRobot merges them.
+    """
+    rows = column[:, None] if column.ndim == 1 else column.reshape(-1, column.shape[-1])
+    columns = [dimension[np.isfinite(dimension)].astype(np.float64) for dimension in rows.T]
+    levels = [*QUANTILES.values()]
+    values = np.array(
+        [np.quantile(c, levels) if len(c) else np.zeros(len(levels)) for c in columns]
+    )  # [D, 5]
+    return dict(zip(QUANTILES, values.T.copy()))
+
+
+def with_own_stats(dataset: Dataset) -> Dataset:
+    """The dataset with statistics of its own episodes, if it is a selection: those of the others do not count.
+
+    They are computed from the rows. For images, those that are recorded of each episode are merged; without them, the
+    statistics stay those of all episodes.
+    """
+    if len(dataset.episodes) == len(dataset.store.ends):
+        return dataset
+    stats = dict(dataset.stats)
+    for name in stats:
+        if name in dataset.columns:
+            stats[name] = _row_stats(dataset.columns[name])
+        elif name in dataset.cameras and (merged := _merged_episodes(dataset, name)):
+            stats[name] = merged
+    return replace(dataset, stats=stats)
+
+
+def _row_stats(column: np.ndarray) -> Stats:
+    rows = column[:, None] if column.ndim == 1 else column.reshape(-1, column.shape[-1])
+    rows = rows.astype(np.result_type(rows.dtype, np.float32), copy=False)
+    return {
+        "min": rows.min(0),
+        "max": rows.max(0),
+        "mean": rows.mean(0, dtype=np.float64),
+        "std": rows.std(0, dtype=np.float64),
+        "count": np.array([len(column)]),
+        **true_quantiles(column),
+    }
+
+
+def _merged_episodes(dataset: Dataset, camera: str) -> Stats | None:
+    """A camera's statistics, merged from those that are recorded of each episode; None if one has none."""
+    if dataset.features[camera].depth is not None:
+        return None
+    episodes = dataset.episodes.index.tolist()
+    recorded = {key: read_episode_stats(dataset.source, camera, key) for key in (*NEEDED_STATS, "count")}
+    if not all(values.keys() >= {*episodes} for values in recorded.values()):
+        return None
+    parts = [{key: values[episode] for key, values in recorded.items()} for episode in episodes]
+    try:
+        merged = aggregate_stats([{camera: part} for part in parts])[camera]
+        return {k: v if k == "count" else v.reshape(-1, 1, 1) for k, v in merged.items()}
+    except (ValueError, TypeError, IndexError):  # not as LeRobot writes them
+        return None
 
 
 def relative_action_stats(

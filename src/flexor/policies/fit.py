@@ -15,8 +15,9 @@ from flexor.core.log import log
 from flexor.data.dataset import Dataset
 from flexor.data.format.common_names import rename_flag, suggested_names
 from flexor.data.format.flat_names import flat_names
-from flexor.data.mixture.mixed import MixedDataset
-from flexor.data.statistics import compute_stats, relative_action_stats
+from flexor.data.format.stats import QUANTILES
+from flexor.data.mixture.mixed import MixedDataset, without_padding
+from flexor.data.statistics import compute_stats, relative_action_stats, true_quantiles
 from flexor.policies.base import PolicyConfig
 from flexor.policies.features import Kind, PolicyFeature
 from flexor.policies.processing.normalize import required_statistics
@@ -146,7 +147,10 @@ def sample_of(policy: PolicyConfig, rename_map: Mapping[str, str]) -> tuple[list
 def statistics(
     dataset: Dataset, policy: PolicyConfig, use_imagenet: bool, rename_map: Mapping[str, str] = NONE_RENAMED
 ) -> Stats:
-    """The dataset's statistics for the policy's features, by the policy's names. Missing ones are computed."""
+    """The dataset's statistics for the policy's features, by the policy's names. Missing ones are computed.
+
+    Quantiles that the policy normalises by are computed too: recorded ones are averages of the episodes' quantiles.
+    """
     features = {**policy.input_features, **policy.output_features}
     dataset_names = dict(zip(features, in_dataset(features, rename_map)))
     depth = {name for name, feature in dataset.features.items() if feature.depth is not None}
@@ -156,8 +160,12 @@ def statistics(
     }
     for name in cameras:
         stats[name] |= {key: np.array(value).reshape(3, 1, 1) for key, value in IMAGENET.items()}
-    if isinstance(policy, RelativeActionSettings) and policy.use_relative_actions:
+    relative = isinstance(policy, RelativeActionSettings) and policy.use_relative_actions
+    if relative:
         stats[ACTION] = _relative_stats(dataset, policy, dataset_names.get(STATE, STATE))
+    for name in [name for name in features if _uses_quantiles(policy, features[name])]:
+        if dataset_names[name] in dataset.columns and not (name == ACTION and relative):
+            stats[name] |= true_quantiles(without_padding(dataset, dataset_names[name]))
     missing = {name: keys for name in features if (keys := _missing(policy, features[name], stats[name]))}
     if missing:
         listed = "; ".join(f"{dataset_names[name]} ({', '.join(keys)})" for name, keys in missing.items())
@@ -167,10 +175,17 @@ def statistics(
     return stats
 
 
+def _uses_quantiles(policy: PolicyConfig, feature: PolicyFeature) -> bool:
+    return any(name in QUANTILES for name in required_statistics(_mode(policy, feature)))
+
+
+def _mode(policy: PolicyConfig, feature: PolicyFeature) -> str:
+    return policy.normalization_mapping.get(feature.type, "IDENTITY")
+
+
 def _missing(policy: PolicyConfig, feature: PolicyFeature, stats: Mapping[str, np.ndarray]) -> list[str]:
     """The statistics that a feature's normalisation requires and the dataset does not have."""
-    mode = policy.normalization_mapping.get(feature.type, "IDENTITY")
-    return [name for name in required_statistics(mode) if name not in stats]
+    return [name for name in required_statistics(_mode(policy, feature)) if name not in stats]
 
 
 def _relative_stats(dataset: Dataset, policy: PolicyConfig, state_name: str) -> dict[str, np.ndarray]:

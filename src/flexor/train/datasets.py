@@ -16,6 +16,7 @@ from flexor.data.mixture.entries import entries_of, parse_episode_weights
 from flexor.data.mixture.mixed import Member, MixedDataset, join_datasets
 from flexor.data.mixture.sample_weights import with_weights
 from flexor.data.settings import DatasetConfig, DatasetEntry, parse_image_size
+from flexor.data.statistics import with_own_stats
 from flexor.sim.record import BUILTIN, builtin_dataset
 
 
@@ -62,7 +63,7 @@ def _open_entry(entry: DatasetEntry, config: DatasetConfig) -> Dataset:
     root: str | Path | None = entry.root
     if root is None and entry.repo_id in BUILTIN:
         root = builtin_dataset(entry.repo_id)
-    return open_dataset(
+    dataset = open_dataset(
         entry.repo_id,
         root,
         entry.revision,
@@ -76,6 +77,7 @@ def _open_entry(entry: DatasetEntry, config: DatasetConfig) -> Dataset:
         tasks=entry.tasks,
         depth_unit=config.depth_output_unit,
     )
+    return with_own_stats(dataset)
 
 
 def _as_member(entry: DatasetEntry, dataset: Dataset) -> Member:

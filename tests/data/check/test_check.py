@@ -353,7 +353,7 @@ def test_missing_statistics(copy):
     ("change", "severity", "kind"),
     [
         ({"mean": [float("nan"), 0.0]}, "error", "stats-not-finite"),
-        ({"std": [0.0, 1.0]}, "warning", "std-zero"),
+        ({"std": [0.0, 1.0]}, "warning", "stats-wrong"),
         ({"mean": [0.0, 0.0, 0.0]}, "error", "stats-shape"),
         ({"max": [0.1, 9.0]}, "warning", "stats-stale"),
     ],

@@ -12,7 +12,7 @@ from flexor.data.dataset import open_dataset
 from flexor.data.format.stats import aggregate_stats
 from flexor.data.format.writer import DatasetWriter
 from flexor.data.loader.open import open_loader
-from flexor.data.mixture.mixed import Member, join_datasets
+from flexor.data.mixture.mixed import Member, join_datasets, without_padding
 from flexor.data.settings import CacheConfig, DatasetConfig
 from support.samples import FEATURES, picture, write_sample
 
@@ -130,6 +130,18 @@ def test_states_of_different_lengths_are_padded(folders):
     assert (both.columns["observation.state"][-10:, 2] == 0).all()
     assert both.stats_of(1)["observation.state"]["std"][2] == 0
     assert "[3] in other, [2] in short" in both.schema.padded["observation.state"]
+
+
+def test_padded_zeros_are_no_data(folders):
+    both = join_datasets(members(folders, "other", "short"), on_missing_camera="drop")
+    rows = without_padding(both, "observation.state")
+    assert np.isnan(rows[-10:, 2]).all() and np.isfinite(rows[:, :2]).all()
+    alone = open_dataset(root=folders["other"]).stats["observation.state"]
+    merged = both.stats["observation.state"]
+    for key in ("mean", "std", "min", "max"):
+        assert merged[key][2] == pytest.approx(float(alone[key][2]))
+    np.testing.assert_allclose(merged["mean"], np.nanmean(rows, axis=0), rtol=1e-5)
+    assert merged["count"].tolist() == [len(both)]
 
 
 def test_camera_that_one_lacks(folders, caplog):

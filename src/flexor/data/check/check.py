@@ -10,24 +10,20 @@ The check does not stop at the first problem: unreadable files are reported, and
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-
-import numpy as np
 
 from flexor.core.console import Progress
 from flexor.core.errors import DatasetError
 from flexor.data.check.feature_names import check_feature_names
 from flexor.data.check.layout import EpisodeEntry, Layout, read_layout
 from flexor.data.check.pointers import name_pointers
+from flexor.data.check.recorded_stats import check_recorded_stats
 from flexor.data.check.report import CheckReport
-from flexor.data.check.tables import OWN_COLUMNS, Tables, check_tables
+from flexor.data.check.tables import check_tables
 from flexor.data.check.tasks import check_tasks
+from flexor.data.check.value_findings import check_values
 from flexor.data.check.videos import check_videos
-from flexor.data.format.metadata import Feature
-from flexor.data.format.stats import NEEDED_STATS
-
-COMPUTE = "compute them with `flexor data stats DIR --write`"
 
 
 def check_dataset(
@@ -56,7 +52,8 @@ def check_dataset(
     check_feature_names(layout, report)
     tables = check_tables(layout, selected, report)
     check_tasks(layout, tables, report)
-    _check_stats(layout, tables, report)
+    check_recorded_stats(layout, tables, report)
+    check_values(layout, tables, report)
     check_videos(layout, selected, tables.timestamps, report, progress)
     check_stray_files(layout, report)
     name_pointers(layout, selected, report)
@@ -133,85 +130,6 @@ def check_depth(layout: Layout, report: CheckReport) -> None:
             message = "depth_unit is missing: statistics, and images in the tables, are used as they are"
             add_unit = "add `depth_unit` (m or mm) to the feature's `info`"
             report.warning("depth-unit", message, add_unit, **where)
-
-
-def _check_stats(layout: Layout, tables: Tables, report: CheckReport) -> None:
-    """Check the statistics. Values are normalised with them, so a wrong one affects every sample."""
-    for name, feature in layout.features.items():
-        if name in OWN_COLUMNS or not name.startswith(("action", "observation")):
-            continue  # other features are not normalised
-        if feature.is_video and not any(layout.path(file).is_file() for file in layout.camera_files(name)):
-            continue  # a completely missing feature is reported elsewhere
-        if not feature.is_camera and name not in tables.low:
-            continue
-        if feature.is_camera and len(feature.shape) != 3:
-            continue  # a shape that can't be an image is also reported elsewhere
-        stats = layout.stats.get(name) or {}
-        lacking = [key for key in NEEDED_STATS if key not in stats]
-        if lacking:
-            # Cameras are often normalised with other statistics; vectors never are.
-            add_finding = report.warning if feature.is_camera else report.error
-            part = "no statistics" if len(lacking) == len(NEEDED_STATS) else f"no {', '.join(lacking)}"
-            message = f"it has {part}, which policies normalise with"
-            add_finding("stats-missing", message, COMPUTE, feature=name)
-            continue
-        try:
-            values = {key: np.asarray(value, np.float64).reshape(-1) for key, value in stats.items()}
-        except (TypeError, ValueError) as error:
-            message = f"its statistics are not numbers ({error})"
-            report.error("stats-unreadable", message, COMPUTE, feature=name)
-            continue
-        values.pop("count", None)
-        low, high = tables.low.get(name), tables.high.get(name)
-        if _check_values(feature, values, report) and low is not None and high is not None:
-            _check_range(name, values, low, high, report)
-
-
-def _check_values(feature: Feature, values: dict[str, np.ndarray], report: CheckReport) -> bool:
-    """Whether the statistics are finite and match the feature's size."""
-    bad = [key for key, value in values.items() if not np.isfinite(value).all()]
-    if bad:
-        message = f"{', '.join(bad)} are NaN or infinite, and so would be every loss"
-        report.error("stats-not-finite", message, COMPUTE, feature=feature.name)
-        return False
-    # For a matrix, LeRobot stores only the statistics of its columns.
-    expected = feature.chw[:1] if feature.is_camera else (int(np.prod(feature.shape)), feature.shape[-1])
-    wrong = {key: value.size for key, value in values.items() if value.size not in expected}
-    if wrong or len({value.size for value in values.values()}) > 1:
-        sizes = wrong or {key: value.size for key, value in values.items()}
-        message = f"the statistics have {sizes} values, but the feature has {expected[0]}"
-        report.error("stats-shape", message, COMPUTE, feature=feature.name)
-        return False
-    flat = np.flatnonzero(values["std"] < 1e-8)  # less than the epsilon that normalisation adds
-    if len(flat):
-        message = f"{_dimensions(flat, values['std'].size)} never change: their standard deviation is 0"
-        fix = "if they can change on the robot, remove them: normalisation divides any change by almost zero"
-        report.warning("std-zero", message, fix, feature=feature.name)
-    return True
-
-
-def _check_range(
-    name: str, values: dict[str, np.ndarray], low: np.ndarray, high: np.ndarray, report: CheckReport
-) -> None:
-    """Check whether the statistics belong to this data."""
-    if low.size != values["min"].size:
-        return
-    slack = 1e-3 * (values["max"] - values["min"]) + 1e-6
-    out = (low < values["min"] - slack) | (high > values["max"] + slack)
-    if out.any():
-        i = int(np.argmax(out))
-        message = (
-            f"the data exceeds the statistics in {_dimensions(np.flatnonzero(out), out.size)}: dimension "
-            f"{i} ranges from {low[i]:.4g} to {high[i]:.4g}, the statistics say {values['min'][i]:.4g} to "
-            f"{values['max'][i]:.4g}"
-        )
-        report.warning("stats-stale", message, COMPUTE, feature=name)
-
-
-def _dimensions(indices: Iterable[int], size: int) -> str:
-    indices = list(indices)
-    listing = ", ".join(str(i) for i in indices[:8]) + (" ..." if len(indices) > 8 else "")
-    return f"{len(indices)} of {size} dimensions ({listing})"
 
 
 def check_stray_files(layout: Layout, report: CheckReport) -> None:

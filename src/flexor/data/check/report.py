@@ -89,6 +89,7 @@ def _to_json(finding: Finding) -> dict[str, Any]:
         "message": finding.evidence,
         "fix": finding.fix,
         "episode": finding.episode,
+        "frame": finding.frame,
         "feature": finding.feature,
         "file": finding.file,
     }

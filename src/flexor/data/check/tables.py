@@ -35,6 +35,13 @@ class Tables:
     tasks: dict[int, list[float]] = field(default_factory=dict)
     """The task numbers of each episode's rows."""
 
+    parts: dict[str, dict[int, np.ndarray]] = field(default_factory=dict)
+    """States and actions [T, D] by feature and episode."""
+
+    def rows(self, name: str) -> np.ndarray:
+        """A feature's values of all checked episodes. [N, D]"""
+        return np.concatenate([*self.parts[name].values()])
+
 
 def check_tables(layout: Layout, selected: list[EpisodeEntry], report: CheckReport) -> Tables:
     """Check the data files of the selected episodes."""
@@ -213,6 +220,8 @@ class _File:
     def _check_numbers(self, episode: EpisodeEntry, rows: np.ndarray) -> None:
         for name, values in self._columns.items():
             part = values[rows]
+            if name.startswith(("action", "observation")):
+                self.tables.parts.setdefault(name, {})[episode.index] = part
             if part.dtype.kind == "f":
                 bad = ~np.isfinite(part)
                 if bad.any():

@@ -67,7 +67,7 @@ def _steps(values: EpisodeValues) -> tuple[np.ndarray, np.ndarray]:
 
 def _split(size: np.ndarray, moved: np.ndarray, moving: np.ndarray) -> np.ndarray | None:
     """Episodes in two groups far apart, of which one both moves further and has larger values. int8 [E]"""
-    says = (moved > IDLE * moved.max()) & moving
+    says = (moved > IDLE * np.nanmax(moved)) & moving
     if says.sum() < 2:
         return None
     logs = np.sort(np.log(size[says]))
@@ -85,7 +85,7 @@ def _unit(values: EpisodeValues, numbers: Sequence[int], kind: np.ndarray) -> tu
     ratios = []
     moved = values.high - values.low
     for part in (values.size, moved):
-        groups = (np.median(part[kind == side][:, numbers], axis=0) for side in (1, -1))
+        groups = (np.nanmedian(part[kind == side][:, numbers], axis=0) for side in (1, -1))
         larger, smaller = groups
         ratios.append(np.log(larger / smaller))
     sizes, moves = ratios

@@ -16,6 +16,7 @@ from flexor.core.findings import Finding, Fix
 from flexor.data.check.episode_names import EpisodeNames, listed
 from flexor.data.dataset import Dataset
 from flexor.data.format.flat_names import flat_names
+from flexor.data.mixture.mixed import without_padding
 from flexor.runs.text import figure
 
 SAMPLED = 100_000  # rows that quantiles and deviations are computed of
@@ -44,16 +45,24 @@ class EpisodeValues:
     name: str
     labels: list[str]  # of its dimensions; empty if they have none
     names: EpisodeNames
-    rows: np.ndarray  # [N, D]
+    rows: np.ndarray  # [N, D] nan where there is no value
     start: np.ndarray  # [E] first row of each episode
-    low: np.ndarray  # [E, D]
+    low: np.ndarray  # [E, D] nan where an episode has no value
     high: np.ndarray  # [E, D]
     sample: np.ndarray  # float64 [n, D], rows spread over all
 
     @cached_property
     def is_constant(self) -> np.ndarray:
-        low, high = self.low.min(0), self.high.max(0)
+        low, high = self.lowest, self.highest
         return high - low <= 1e-6 * np.maximum(1e-3, np.maximum(np.abs(low), np.abs(high)))
+
+    @cached_property
+    def lowest(self) -> np.ndarray:
+        return np.fmin.reduce(self.low)
+
+    @cached_property
+    def highest(self) -> np.ndarray:
+        return np.fmax.reduce(self.high)
 
     @cached_property
     def size(self) -> np.ndarray:
@@ -87,19 +96,19 @@ class EpisodeValues:
 
 
 def summarise(dataset: Dataset, name: str) -> EpisodeValues:
-    labels = flat_names(dataset.features[name].names, int(np.prod(dataset.columns[name].shape[1:])))
-    rows = dataset.columns[name].reshape(len(dataset), -1)
-    return summarise_rows(name, labels or [], EpisodeNames.of(dataset), rows, dataset.episodes.start)
+    rows = without_padding(dataset, name).reshape(len(dataset), -1)
+    labels = flat_names(dataset.features[name].names, rows.shape[1]) or []
+    return summarise_rows(name, labels, EpisodeNames.of(dataset), rows, dataset.episodes.start)
 
 
 def summarise_rows(
     name: str, labels: list[str], names: EpisodeNames, rows: np.ndarray, start: np.ndarray
 ) -> EpisodeValues:
     """`rows` [N, D] of episodes that begin at `start` [E]."""
+    if rows.dtype.kind == "f" and not np.isfinite(rows).all():
+        rows = np.where(np.isfinite(rows), rows, np.nan)  # other checks find them
     low, high = (np.asarray(by.reduceat(rows, start), np.float64) for by in (np.fmin, np.fmax))
     sample = rows[:: -(-len(rows) // SAMPLED)].astype(np.float64)
-    # a check finds values that are NaN or infinite, and a loss that is stops the run
-    low, high, sample = (np.nan_to_num(part, nan=0.0, posinf=0.0, neginf=0.0) for part in (low, high, sample))
     return EpisodeValues(name, labels, names, rows, start, low, high, sample)
 
 
@@ -120,10 +129,10 @@ def constant(values: EpisodeValues, is_action: bool) -> list[ValueFault]:
 
 def outliers(values: EpisodeValues, explained: np.ndarray) -> list[ValueFault]:
     """Values far away from all others, such as those of a failed sensor. `explained`: by other faults, [E, D]."""
-    low, high = np.quantile(values.sample, [0.01, 0.99], axis=0)
+    low, high = np.nanquantile(values.sample, [0.01, 0.99], axis=0)
     span = high - low
     above, below = (part / np.maximum(span, 1e-300) for part in (values.high - high, low - values.low))
-    far = np.where((span > 0) & ~explained, np.maximum(above, below), 0.0)
+    far = np.nan_to_num(np.where((span > 0) & ~explained, np.maximum(above, below), 0.0))
     if far.max(initial=0.0) <= OUTLIER:
         return []
     frames = {}

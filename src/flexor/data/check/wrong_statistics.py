@@ -9,8 +9,8 @@ import numpy as np
 from flexor.data.check.values import EpisodeValues, ValueFault
 from flexor.runs.text import figure
 
-FAR_MEAN, FAR_STD = 3.0, 5.0  # of normalised values of a whole dataset, which are near 0 and 1
-NARROW_STD, NARROW_RANGE = 0.05, 0.1  # the same, and their range, if the statistics are much too wide
+FAR_MEAN, FAR_STD = 3.0, 4.0  # of normalised values of a whole dataset, which are near 0 and 1
+NARROW_STD, NARROW_RANGE = 0.25, 0.1  # the same, and their range, if the statistics are much too wide
 
 
 @dataclass(frozen=True, eq=False)
@@ -28,8 +28,8 @@ def wrong_statistics(values: EpisodeValues, scale: Scale) -> list[ValueFault]:
     if scale.shift.size not in (1, values.low.shape[1]):
         return []
     shift, span = (np.broadcast_to(part, values.low.shape[1:]) for part in (scale.shift, scale.span))
-    mean, std = (values.sample.mean(0) - shift) / span, values.sample.std(0) / span
-    reached = (values.high.max(0) - values.low.min(0)) / (2 * span)
+    mean, std = (np.nanmean(values.sample, axis=0) - shift) / span, np.nanstd(values.sample, axis=0) / span
+    reached = (values.highest - values.lowest) / (2 * span)
     narrow = std < NARROW_STD if scale.is_mean_std else reached < NARROW_RANGE
     wrong = (np.abs(mean) > FAR_MEAN) | (std > FAR_STD) | narrow
     wrong &= ~values.is_constant

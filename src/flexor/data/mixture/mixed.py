@@ -31,7 +31,7 @@ from flexor.data.mixture.shared_schema import (
 )
 from flexor.data.video.planes import PlaneFormat
 
-__all__ = ["Member", "MixedDataset", "MixedPart", "join_datasets"]
+__all__ = ["Member", "MixedDataset", "MixedPart", "join_datasets", "without_padding"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -169,6 +169,15 @@ def join_datasets(
         schema=schema,
         first_episode=first_episode,
     )
+
+
+def without_padding(dataset: Dataset, name: str) -> np.ndarray:
+    """A column, with nan where some of several datasets are padded because they have shorter vectors."""
+    column = dataset.columns[name]
+    if not isinstance(dataset, MixedDataset) or name not in dataset.schema.padded:
+        return column
+    lengths = np.array(dataset.schema.lengths[name])[dataset.columns[DATASET_NUMBER]]  # [N]
+    return np.where(np.arange(column.shape[1]) < lengths[:, None], column, np.nan)
 
 
 def _renumbered(column: np.ndarray, local_tasks: list[str], tasks: list[str]) -> np.ndarray:

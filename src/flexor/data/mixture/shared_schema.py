@@ -72,6 +72,8 @@ class SharedSchema:
     """Cameras that some of the datasets lack, and which."""
     padded: dict[str, str] = field(default_factory=dict)
     """Columns that are padded, and the lengths they have in each dataset, in words."""
+    lengths: dict[str, list[int]] = field(default_factory=dict)
+    """The lengths of padded columns in each dataset."""
     stats: list[dict[str, Stats]] = field(default_factory=list)
     """Of each dataset, padded like its columns; only what all its frames have."""
 
@@ -88,11 +90,12 @@ def build_schema(
         features[name], lengths = _column(name, datasets)
         if lengths:
             padded[name] = lengths
+    widths = {name: [dataset.features[name].shape[0] for dataset in datasets] for name in padded}
     for camera in cameras:
         features[camera] = _camera(camera, datasets)
     members = [dataset.dataset for dataset in datasets]
     strings = [name for name in members[0].strings if all(name in member.strings for member in members)]
-    schema = SharedSchema(features, cameras, strings, blank, padded)
+    schema = SharedSchema(features, cameras, strings, blank, padded, widths)
     schema.stats = [_padded_stats(dataset, schema) for dataset in datasets]
     for name, lengths in padded.items():
         log.info("%s is padded with zeros: it has %s", name, lengths)
@@ -116,14 +119,37 @@ def aligned_columns(dataset: RenamedDataset, schema: SharedSchema) -> dict[str, 
 
 
 def merged_stats(schema: SharedSchema) -> dict[str, Stats]:
-    """Statistics over all datasets, weighted by their frames, as LeRobot merges them. Left out: what one lacks."""
+    """Statistics over all datasets, weighted by their frames, as LeRobot merges them. Left out: what one lacks.
+
+    Padded zeros do not count: a dimension's statistics are those of the datasets that have it.
+    """
     merged = {}
     for name in schema.features:
         lacking = schema.blank.get(name, [])
-        parts = [stats.get(name) for number, stats in enumerate(schema.stats) if number not in lacking]
-        if parts and all(part is not None for part in parts):
-            merged[name] = aggregate_stats([{name: part} for part in parts if part is not None])[name]
+        numbers = [number for number in range(len(schema.stats)) if number not in lacking]
+        parts = [stats for number in numbers if (stats := schema.stats[number].get(name)) is not None]
+        if not parts or len(parts) < len(numbers):
+            continue
+        lengths = [schema.lengths[name][number] for number in numbers] if name in schema.padded else []
+        merged[name] = _merged_by_length(parts, lengths) if lengths else _merged(parts)
     return merged
+
+
+def _merged(parts: Sequence[Stats]) -> Stats:
+    return aggregate_stats([{"": part} for part in parts])[""]
+
+
+def _merged_by_length(parts: Sequence[Stats], lengths: Sequence[int]) -> Stats:
+    """Statistics of padded vectors, of which the first `lengths` values are data."""
+    pieces, start = [], 0
+    for end in sorted({*lengths}):
+        longer = [part for part, length in zip(parts, lengths) if length >= end]
+        cut = [{k: v if k == "count" else v[start:end] for k, v in part.items()} for part in longer]
+        pieces.append(_merged(cut))
+        start = end
+    keys = [key for key in pieces[0] if all(key in piece for piece in pieces)]
+    joined = {key: np.concatenate([piece[key] for piece in pieces]) for key in keys}
+    return joined | {"count": pieces[0]["count"]}
 
 
 def _check_fps(datasets: Sequence[RenamedDataset], allowed: bool) -> None:

@@ -1,0 +1,61 @@
+"""What is wrong with values is found in a dataset that has it, and not in the one beside it."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from flexor.data.check.check import check_dataset
+from support.faulty_arm import TOP, change_statistics, glitch, scaled, still, write_arm
+
+DEGREES = 180 / np.pi
+STATE = "observation.state"
+
+
+def kinds_of(root: Path) -> set[tuple]:
+    findings = check_dataset(root, deep=False).findings
+    return {(finding.name, finding.episode, finding.frame, finding.feature) for finding in findings}
+
+
+def test_a_healthy_arm_has_no_finding(tmp_path):
+    assert kinds_of(write_arm(tmp_path / "arm")) == set()
+
+
+def test_what_training_would_say_at_its_start(tmp_path):
+    assert kinds_of(write_arm(tmp_path / "dead", still(6))) == {
+        ("dead-action-dimension", None, None, "action")
+    }
+    report = check_dataset(write_arm(tmp_path / "units", scaled(DEGREES, [1, 5], slice(0, 6))), deep=False)
+    where = {(finding.name, finding.episode, finding.frame, finding.feature) for finding in report.findings}
+    assert where == {("mixed-units", episode, 0, name) for episode in (1, 5) for name in (STATE, "action")}
+    assert "episodes 1, 5 than in the others" in str(report) and "exclude_episodes=1,5" in str(report)
+    assert kinds_of(write_arm(tmp_path / "glitch", glitch(2, 5, 1))) == {("values-out-of-range", 2, 5, STATE)}
+
+
+@pytest.mark.parametrize(("factor", "is_wrong"), [(7.0, True), (1 / 7, True), (1.3, False)])
+def test_a_standard_deviation_that_is_not_that_of_the_data(tmp_path, factor, is_wrong):
+    """Six to eight times too large in a real dataset, within what its smallest and largest values allow."""
+    root = write_arm(tmp_path / "arm")
+    wide = change_statistics(root, "action", lambda name, value: value * (factor if name == "std" else 1.0))
+    wide = change_statistics(wide, "action", lambda name, value: value * (9 if name in ("min", "max") else 1))
+    assert kinds_of(wide) == ({("stats-wrong", None, None, "action")} if is_wrong else set())
+
+
+def test_a_mean_that_is_not_that_of_the_data(tmp_path):
+    root = write_arm(tmp_path / "arm")
+    change_statistics(root, STATE, lambda name, value: value + 10 * (name in ("mean", "max")))
+    assert kinds_of(root) == {("stats-wrong", None, None, STATE)}
+
+
+def test_placeholders_are_no_camera_that_never_changes(tmp_path):
+    root = write_arm(tmp_path / "arm", cameras=True)
+    placeholders = {"mean": 0.0, "std": 0.0, "min": 0.0, "max": 255.0}
+    change_statistics(root, TOP, lambda name, value: np.full_like(value, placeholders.get(name, 0.0)))
+    (finding,) = check_dataset(root, deep=False).findings
+    assert (finding.name, finding.feature) == ("stats-wrong", TOP)
+    assert finding.evidence.endswith("is 0, which values from 0 to 255 can't have")
+
+
+def test_statistics_of_all_episodes_are_not_compared_with_some(tmp_path):
+    root = write_arm(tmp_path / "arm", scaled(DEGREES, [3], slice(0, 6)))
+    assert check_dataset(root, deep=False, episodes=[0, 1]).findings == []
