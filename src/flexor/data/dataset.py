@@ -331,7 +331,7 @@ def _assemble(
         version=meta.version,
         fps=meta.fps,
         robot_type=meta.robot_type,
-        features=_present(meta, rows.columns, rows.absent, size),
+        features=_present(meta, rows, size),
         cameras=rows.cameras,
         absent=rows.absent,
         tasks=meta.tasks,
@@ -369,15 +369,14 @@ def _first_tasks(meta: Metadata, table: FrameTable) -> np.ndarray:
     return np.array([number.get(next(iter(meta.episodes.tasks[i]), ""), 0) for i in table.episode], np.int64)
 
 
-def _present(
-    meta: Metadata, columns: dict[str, np.ndarray], absent: dict[str, str], size: tuple[int, int] | None
-) -> dict[str, Feature]:
-    features = {name: feature for name, feature in meta.features.items() if name not in absent}
+def _present(meta: Metadata, rows: _Rows, size: tuple[int, int] | None) -> dict[str, Feature]:
+    declared = {name: feature for name, feature in meta.features.items() if name not in rows.absent}
+    features = {**declared, **rows.table.undeclared}
     for name, feature in features.items():
         if size and feature.is_camera:
             axes = ["channels", "height", "width"]
             features[name] = replace(feature, shape=(feature.chw[0], *size), names=axes)
-    for name, column in columns.items():
+    for name, column in rows.columns.items():
         features.setdefault(name, Feature(name, str(column.dtype), (1,)))
     return features
 

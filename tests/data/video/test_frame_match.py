@@ -67,6 +67,16 @@ def test_time_by_choice():
         match(steady(5), [0.0, 0.1, 2.0, 0.3, 0.4], frame_by="time")
 
 
+def test_time_is_refused_if_the_clock_drifts_and_every_row_has_a_frame():
+    slow = np.arange(12) * 0.1 * 0.95  # 5 % off: half a frame from row 11 on
+    assert match(steady(12), slow[:10], stop=1.0, frame_by="time").numbers.tolist() == list(range(10))
+    with pytest.raises(NoMatch, match=r"drift more than half a frame .* use dataset\.frame_by=auto"):
+        match(steady(12), slow, frame_by="time")
+    assert match(steady(12), slow).numbers.tolist() == list(range(12))
+    lost = [0.0, 0.1, 0.4, 0.5]  # two rows are missing, but not their frames: time is right
+    assert match(steady(6), lost, frame_by="time").numbers.tolist() == [0, 1, 4, 5]
+
+
 def test_index_by_choice():
     assert match(steady(9), steady(5, 0.4), frame_by="index").numbers.tolist() == [0, 1, 2, 3, 4]
     with pytest.raises(NoMatch, match="4 frames for 5 rows"):

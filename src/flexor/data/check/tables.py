@@ -15,6 +15,7 @@ from flexor.data.check.layout import FETCH_AGAIN, EpisodeEntry, Layout
 from flexor.data.check.report import CheckReport
 from flexor.data.format.metadata import Feature
 from flexor.data.format.table import flat_numbers
+from flexor.data.format.undeclared import undeclared_features
 from flexor.data.frames.clips import image_frame
 
 OWN_COLUMNS = ("timestamp", "frame_index", "episode_index", "index", "task_index")
@@ -50,6 +51,7 @@ def check_tables(layout: Layout, selected: list[EpisodeEntry], report: CheckRepo
     for episode in selected:
         files.setdefault(episode.data_file, []).append(episode)
     present = {file: _columns(layout.path(file)) for file in files}
+    _take_undeclared(layout, present, report)
     _check_columns(layout, files, present, report)
     for file, episodes in files.items():
         if not layout.path(file).is_file():
@@ -78,6 +80,22 @@ def _columns(path: Path) -> list[str]:
         return pq.read_schema(path).names
     except (pa.ArrowException, OSError):
         return []
+
+
+def _take_undeclared(layout: Layout, present: dict[str, list[str]], report: CheckReport) -> None:
+    """Check undeclared columns that are read like declared ones, because all files have them."""
+    readable = [file for file, names in present.items() if names]
+    if not readable:
+        return
+    features = undeclared_features(layout.path(readable[0]), layout.features)
+    common = {n: f for n, f in features.items() if all(n in present[file] for file in readable)}
+    layout.features |= common
+    if common:
+        message = (
+            f"the data files have {', '.join(common)}, which meta/info.json does not declare: Flexor reads it"
+        )
+        fix = f"{NOT_NEEDED}; `flexor data repair` declares it for other programs"
+        report.warning("column-undeclared", message, fix)
 
 
 def _check_columns(

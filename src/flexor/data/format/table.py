@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -9,6 +10,7 @@ import pyarrow as pa
 
 from flexor.core.log import warn_once
 from flexor.data.format.metadata import BrokenFile, EpisodeFiles, Feature, parquet_columns, read_parquet
+from flexor.data.format.undeclared import undeclared_features
 from flexor.data.storage.source import Source
 
 __all__ = ["FrameTable", "read_table"]
@@ -32,6 +34,9 @@ class FrameTable:
     bad: dict[int, str]
     """Selected episodes that can't be read, and why. None of the fields above contains them."""
 
+    undeclared: dict[str, Feature] = field(default_factory=dict)
+    """The features of columns that meta/info.json does not declare."""
+
 
 @dataclass
 class _Piece:
@@ -48,18 +53,22 @@ class _Piece:
 def read_table(
     source: Source, features: dict[str, Feature], episodes: EpisodeFiles, selected: Sequence[int]
 ) -> FrameTable:
-    """Read the needed columns of every file that contains a selected episode."""
+    """Read the needed columns of every file that contains a selected episode.
+
+    Columns of a known meaning that are not declared are read too, if all files have them.
+    """
     by_file: dict[str, list[int]] = {}
     for episode in selected:
         by_file.setdefault(episodes.data_file[episode], []).append(episode)
     files = sorted(by_file)
     first, present = _first_readable(source, files)
     readable = {n: f for n, f in features.items() if n in present and (f.is_numeric or f.dtype == "string")}
+    undeclared = undeclared_features(source.local(first), features) if present else {}
     missing = {n: _why_missing(f, first) for n, f in features.items() if _is_missing(f, present, readable)}
 
     def read(file: str) -> _Piece:
         try:
-            return _read_file(source, file, readable, episodes, by_file[file])
+            return _read_file(source, file, readable, episodes, by_file[file], undeclared)
         except BrokenFile as error:
             return _Piece(bad=dict.fromkeys(by_file[file], error.short))
 
@@ -70,7 +79,8 @@ def read_table(
     if not pieces:  # nothing to make columns of
         none = np.empty(0, np.int64)
         return FrameTable({}, {}, missing, none, none, none, bad)
-    columns = {n: np.concatenate([piece.columns[n] for piece in pieces]) for n in pieces[0].columns}
+    common = [name for name in pieces[0].columns if all(name in piece.columns for piece in pieces)]
+    columns = {n: np.concatenate([piece.columns[n] for piece in pieces]) for n in common}
     strings = {n: [text for piece in pieces for text in piece.strings[n]] for n in pieces[0].strings}
     return FrameTable(
         columns,
@@ -80,6 +90,7 @@ def read_table(
         np.array([n for piece in pieces for n in piece.length], np.int64),
         np.array([r for piece in pieces for r in piece.first_row], np.int64),
         bad,
+        {name: feature for name, feature in undeclared.items() if name in columns},
     )
 
 
@@ -129,18 +140,28 @@ def _why_missing(feature: Feature, file: str) -> str:
 
 
 def _read_file(
-    source: Source, file: str, features: dict[str, Feature], episodes: EpisodeFiles, selected: list[int]
+    source: Source,
+    file: str,
+    features: dict[str, Feature],
+    episodes: EpisodeFiles,
+    selected: list[int],
+    undeclared: dict[str, Feature],
 ) -> _Piece:
     present = parquet_columns(source, file)
     missing = [name for name in features if name not in present]
     if missing:
         raise BrokenFile(source, file, f"columns {missing} are missing, though other data files have them")
-    index_column = {"episode_index"} & {*present} - {*features}
-    table = read_parquet(source, file, [*features, *index_column])
+    more = {name: feature for name, feature in undeclared.items() if name in present}
+    index_column = {"episode_index"} & {*present} - {*features, *more}
+    table = read_parquet(source, file, [*features, *more, *index_column])
     spans, bad = _episode_spans(file, table, episodes, selected)
     if not spans:
         return _Piece(bad=bad)
     columns, strings = {}, {}
+    for name, feature in more.items():
+        with suppress(BrokenFile):  # as if it were not there
+            values = _to_numpy(source, file, table[name], feature)
+            columns[name] = np.concatenate([values[first : first + n] for _, first, n in spans])
     for name, feature in features.items():
         if feature.is_numeric:
             values = _to_numpy(source, file, table[name], feature)

@@ -77,7 +77,20 @@ def match_frames(
             f"{lost.sum()} of {rows} rows have no frame at their time (first row {row}, {distance[row]:.3f} s off), "
             f"and {counts}"
         )
+    if end - first == rows and _drifts(clock, fps) and (by_time != np.arange(first, end)).any():
+        raise NoMatch(
+            f"the timestamps drift more than half a frame from {fps:g} fps, and the video has a frame for each of the "
+            f"{rows} rows, so dataset.frame_by=time would give rows the frames of others: use dataset.frame_by=auto"
+        )
     return FrameMatch(by_time, 0.0)
+
+
+def _drifts(clock: np.ndarray, fps: float) -> bool:
+    """Whether timestamps increase, but at some place are more than half a frame from the rate."""
+    steps = np.diff(clock.astype(np.float64))
+    if not len(steps) or not np.isfinite(clock).all() or (steps <= 0).any():
+        return False
+    return bool(np.abs(clock - clock[0] - np.arange(len(clock)) / fps).max() > 0.5 / fps)
 
 
 def nearest(times: np.ndarray, targets: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
