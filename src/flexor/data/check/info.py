@@ -220,6 +220,8 @@ def _camera_lines(name: str, camera: dict[str, Any]) -> list[str]:
     size = f"{declared['height']}x{declared['width']}"
     if camera["stored_as"] == "image":
         return [f"    {name}: {size} images in the tables"]
+    if camera["stored_as"] == "uint8":
+        return [f"    {name}: {size} arrays of pixels in the tables"]
     if not camera["files"]:
         return [f"    {name}: {size} declared, no files"]
     if "codec" not in camera:

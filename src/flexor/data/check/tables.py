@@ -16,7 +16,7 @@ from flexor.data.check.report import CheckReport
 from flexor.data.format.metadata import Feature
 from flexor.data.format.table import flat_numbers
 from flexor.data.format.undeclared import undeclared_features
-from flexor.data.frames.clips import image_frame
+from flexor.data.frames.clips import image_bytes, image_frame
 
 OWN_COLUMNS = ("timestamp", "frame_index", "episode_index", "index", "task_index")
 """Columns of every dataset; the reader derives missing ones."""
@@ -271,15 +271,15 @@ class _File:
             feature = self.layout.features.get(name)
             if feature is None or not feature.is_image:
                 continue
-            bad = [(frame, why) for frame, row in enumerate(rows) if (why := self._image_fault(feature, row))]
+            images = image_bytes(self.table[name].take(rows))
+            faults = [self._image_fault(feature, image.as_py()) for image in images]
+            bad = [(frame, fault) for frame, fault in enumerate(faults) if fault]
             if bad:
                 frame, why = bad[0]
                 message = f"{len(bad)} of {len(rows)} images are unusable; the first is frame {frame}: {why}"
                 self.report.error("image-undecodable", message, FETCH_AGAIN, **self._place(episode, name))
 
-    def _image_fault(self, feature: Feature, row: int) -> str | None:
-        cell = self.table[feature.name][int(row)].as_py()
-        data = cell.get("bytes") if isinstance(cell, dict) else cell
+    def _image_fault(self, feature: Feature, data: bytes | None) -> str | None:
         if not data:
             return "the image is empty"
         try:

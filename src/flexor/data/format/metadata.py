@@ -62,7 +62,14 @@ class Feature:
 
     @property
     def is_image(self) -> bool:
-        return self.dtype == "image"
+        return self.dtype == "image" or self.is_array
+
+    @property
+    def is_array(self) -> bool:
+        """Whether it is a camera whose images are in the tables as they are, without a format."""
+        channels = {self.shape[0], self.shape[-1]} if len(self.shape) == 3 else set()
+        is_named = self.name.startswith("observation.image")
+        return self.dtype == "uint8" and bool(channels & ({*CAMERA_CHANNELS} if is_named else {3}))
 
     @property
     def is_camera(self) -> bool:
@@ -70,7 +77,8 @@ class Feature:
 
     @property
     def is_numeric(self) -> bool:
-        return self.dtype == "bool" or self.dtype.startswith(("float", "int", "uint"))
+        is_number = self.dtype == "bool" or self.dtype.startswith(("float", "int", "uint"))
+        return is_number and not self.is_array
 
     @property
     def chw(self) -> tuple[int, int, int]:
@@ -370,7 +378,8 @@ def _read_stats(source: Source, features: dict[str, Feature]) -> Stats:
                 if value.dtype.kind not in "biuf":
                     raise ValueError(f"{name} has values that are not numbers")
             if name in features and features[name].is_camera:
-                stats[name] = {k: v if k == "count" else v.reshape(-1, 1, 1) for k, v in group.items()}
+                levels = _in_levels(group) if features[name].is_array else group
+                stats[name] = {k: v if k == "count" else v.reshape(-1, 1, 1) for k, v in levels.items()}
     except (*MALFORMED, DatasetError) as error:
         warn_once(
             "%s: the statistics in %s can't be used (%s: %s). `flexor data stats DIR --write` computes them",
@@ -378,6 +387,15 @@ def _read_stats(source: Source, features: dict[str, Feature]) -> Stats:
         )
         return {}
     return stats
+
+
+def _in_levels(stats: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """Statistics of bytes as those of images, which are from 0 to 1. Those of single pixels are none of images."""
+    values = {key: value for key, value in stats.items() if key != "count"}
+    if not values or max(value.size for value in values.values()) not in CAMERA_CHANNELS:
+        return {}
+    scale = 255 if max(float(np.max(value)) for value in values.values()) > 1 else 1
+    return {**stats, **{key: value / scale for key, value in values.items()}}
 
 
 def read_episode_stats(source: Source, feature: str, key: str) -> dict[int, np.ndarray]:

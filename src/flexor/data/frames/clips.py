@@ -15,6 +15,7 @@ from av.video.reformatter import VideoReformatter
 from flexor.core.errors import DatasetError
 from flexor.core.log import Repeats
 from flexor.data.format.metadata import Feature, read_parquet
+from flexor.data.format.table import flat_numbers
 from flexor.data.storage.read_time import reading
 from flexor.data.storage.source import Source
 from flexor.data.video.decode import Sink, VideoIndex, decode_frames, index_video
@@ -31,6 +32,7 @@ __all__ = [
     "VideoClip",
     "VideoFile",
     "decode_image",
+    "image_bytes",
     "image_frame",
 ]
 
@@ -168,21 +170,33 @@ class ImageFiles:
     def encoded(self, file: str, column: str) -> pa.Array:
         with reading(), self._lock:  # a thread that waits for another one to read the file waits for the file
             if (file, column) not in self._recent:
-                images = read_parquet(self.source, file, [column])[column].combine_chunks()
-                self._recent[file, column] = _bytes_of(images)
+                self._recent[file, column] = image_bytes(read_parquet(self.source, file, [column])[column])
                 while len(self._recent) > self.keep:
                     self._recent.popitem(last=False)
             self._recent.move_to_end((file, column))
             return self._recent[file, column]
 
 
-def _bytes_of(images: pa.Array) -> pa.Array:
-    if isinstance(images, pa.ChunkedArray):
-        images = pa.concat_arrays(images.chunks)
+def image_bytes(column: pa.ChunkedArray) -> pa.Array:
+    """The bytes of each image: of its file, or its pixels. Null for what is no image: decoding reports it."""
+    images = pa.concat_arrays(column.chunks) if column.num_chunks else pa.array([], column.type)
     if pa.types.is_struct(images.type) and images.type.get_field_index("bytes") >= 0:
         images = images.field("bytes")
     is_bytes = pa.types.is_binary(images.type) or pa.types.is_large_binary(images.type)
-    return images if is_bytes else pa.nulls(len(images), pa.binary())  # decoding reports each as not an image
+    return images if is_bytes else _pixel_bytes(column)
+
+
+def _pixel_bytes(column: pa.ChunkedArray) -> pa.Array:
+    values, rows = flat_numbers(column), len(column)
+    try:
+        pixels = None if values is None or values.null_count else values.cast(pa.uint8())
+    except pa.ArrowInvalid:  # not from 0 to 255
+        pixels = None
+    if pixels is None or not rows or len(pixels) % rows or not len(pixels):
+        return pa.nulls(rows, pa.binary())
+    data = pixels.to_numpy(zero_copy_only=True)
+    size = len(data) // rows
+    return pa.FixedSizeBinaryArray.from_buffers(pa.binary(size), rows, [None, pa.py_buffer(data)])
 
 
 @dataclass(eq=False)
@@ -214,6 +228,7 @@ class ImageClip:
                 sink(i, image_frame(data or b"", self.feature))
             except (av.FFmpegError, ValueError) as error:
                 kinds = "PNG or JPEG" if self.feature.depth is None else "depth map"
+                kinds = "pixels as declared" if self.feature.is_array else kinds
                 problem = f"not a {kinds} ({error})" if data else "the image is missing"
                 bad[i] = f"row {row}: {problem}"
         return bad
@@ -254,7 +269,20 @@ def decode_image(data: bytes) -> np.ndarray:
 
 def image_frame(data: bytes, feature: Feature) -> av.VideoFrame:
     """The bytes of an image of this camera as a frame: in gray, rgb24 or rgba, or with a depth map's own values."""
+    if feature.is_array and data[:4] != b"\x89PNG" and data[:2] != b"\xff\xd8":
+        return _array_frame(data, feature)
     return _picture(data) if feature.depth is None else decode_depth_image(data)
+
+
+def _array_frame(data: bytes, feature: Feature) -> av.VideoFrame:
+    channels, height, width = feature.chw
+    values = np.frombuffer(data, np.uint8)
+    if values.size != channels * height * width:
+        raise ValueError(f"it has {values.size} values, not {channels * height * width}")
+    pixels = values.reshape(feature.shape)
+    pixels = pixels if feature.shape == (height, width, channels) else pixels.transpose(1, 2, 0)
+    pixels = np.ascontiguousarray(pixels[..., 0] if channels == 1 else pixels)
+    return av.VideoFrame.from_ndarray(pixels, format={1: "gray", 3: "rgb24", 4: "rgba"}[channels])
 
 
 def _picture(data: bytes) -> av.VideoFrame:

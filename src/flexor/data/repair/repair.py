@@ -37,7 +37,7 @@ from flexor.data.format.dataset_files import DatasetFiles, FileClip, PacketClip,
 from flexor.data.format.metadata import Feature
 from flexor.data.format.schema import LANGUAGE
 from flexor.data.format.stats import Stats, image_stats, pixel_counts, sample_indices
-from flexor.data.frames.clips import decode_image
+from flexor.data.frames.clips import decode_image, image_bytes, image_frame
 from flexor.data.repair.account import EpisodePlan, RepairClip, RepairReport
 from flexor.data.repair.plan import RepairPlan, make_plan
 from flexor.data.repair.remux import DecodedEpisode, copy_clip, decode_episode
@@ -46,6 +46,7 @@ from flexor.data.storage.other_layouts import how_to_pull
 from flexor.data.video.decode import VideoIndex
 from flexor.data.video.depth_planes import decode_depth_image
 from flexor.data.video.open_file import open_video
+from flexor.pages.images import png
 
 __all__ = ["RepairReport", "repair_dataset"]
 
@@ -291,10 +292,23 @@ class _Repair:
                 columns[name] = values.reshape(len(values), *shape)
             elif feature.dtype == LANGUAGE:
                 columns[name] = rows[name]
+            elif feature.is_image:
+                columns[name] = self._images(name, rows[name])
             else:
                 cells = rows[name].to_pylist()
                 columns[name] = [cell.get("bytes") if isinstance(cell, dict) else cell for cell in cells]
         return columns
+
+    def _images(self, name: str, column: pa.ChunkedArray) -> list[bytes | None]:
+        """Encoded images; None for what is none."""
+        declared, images = self.layout.features[name], image_bytes(column).to_pylist()
+        if not declared.is_array:
+            return images
+        with suppress(ValueError):  # another size than declared
+            return [
+                image and png(image_frame(image, declared).to_ndarray(format="rgb24")) for image in images
+            ]
+        return [None] * len(images)
 
     def _image_column_stats(self, feature: Feature, images: list[bytes | None]) -> Stats | str:
         """Statistics of the images in the table, or the fault of one of them."""

@@ -55,6 +55,8 @@ def plan_columns(layout: Layout, episodes: list[EpisodeEntry]) -> Columns:
             columns.notes.append(f"{name} has the dtype {feature.dtype!r}, which can't be copied: left out")
         else:
             columns.features[name] = spec | ({"shape": [1]} if feature.dtype == "string" else {})
+            if feature.is_array:
+                _redeclare_array(columns, feature)
             if feature.is_numeric:
                 _redeclare(layout, columns, name, present[name], list(schemas))
     for name, kind in present.items():
@@ -94,6 +96,14 @@ def _redeclare(layout: Layout, columns: Columns, name: str, kind: pa.DataType, f
         spec["shape"] = [width]
         if isinstance(spec.get("names"), list) and len(spec["names"]) != width:
             spec["names"] = None
+
+
+def _redeclare_array(columns: Columns, feature: Feature) -> None:
+    """Pixels in the tables become PNG images, which other programs take for a camera too."""
+    _, height, width = feature.chw
+    axes = {"shape": [height, width, 3], "names": ["height", "width", "channels"]}
+    columns.features[feature.name] |= {"dtype": "image", **axes}
+    columns.notes.append(f"camera {feature.name} is stored as arrays of pixels: written as PNG images")
 
 
 def _width(layout: Layout, file: str, name: str) -> int | None:
