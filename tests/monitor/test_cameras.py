@@ -8,10 +8,11 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 
+from flexor.data.check.sampled_images import blank_by_statistics
 from flexor.data.dataset import open_dataset
 from flexor.data.loader.loader import to_tensors
 from flexor.data.mixture.mixed import Member, join_datasets
-from flexor.monitor.cameras import CameraHealth, blank_by_statistics
+from flexor.monitor.cameras import CameraHealth
 from flexor.policies.features import Kind, PolicyFeature
 from flexor.policies.processing.normalize import Normalize
 from support.faulty_arm import LENGTH, TOP, WRIST, change_statistics, write_arm
@@ -51,13 +52,39 @@ def test_statistics_of_episodes_say_it_at_once(unplugged):
     assert "--dataset.exclude_episodes=2,5:8" in blank.fix
 
 
-def test_without_them_the_images_say_it(unplugged, tmp_path, device="cpu"):
+def test_without_them_a_few_images_say_it_at_once(unplugged, tmp_path):
+    """Also of several datasets, whose statistics of episodes are not read."""
+    root = shutil.copytree(unplugged, tmp_path / "arm")
+    without_episode_statistics(root)
+    (blank,) = CameraHealth(open_dataset(root=root), CAMERAS, {}, None).findings()
+    assert blank.evidence == f"{WRIST} is blank (one colour) in episodes 2, 5 to 7"
+
+
+def test_a_frozen_camera(tmp_path):
+    root = write_arm(tmp_path / "arm", frozen=[1, 4], cameras=True)
+    (frozen,) = CameraHealth(open_dataset(root=root), CAMERAS, {}, None).findings()
+    assert frozen.name == "frozen camera"
+    assert frozen.evidence == f"{WRIST} shows the same image in episodes 1, 4, while the robot moves"
+    assert "--dataset.exclude_episodes=1,4" in frozen.fix
+
+
+def test_a_camera_that_sees_a_robot_at_rest_is_not_frozen(tmp_path):
+    def rests(episode, states, actions):
+        if episode in (1, 4):
+            states[:], actions[:] = states[:1], actions[:1]
+
+    root = write_arm(tmp_path / "arm", rests, frozen=[1, 4], cameras=True)
+    assert CameraHealth(open_dataset(root=root), CAMERAS, {}, None).findings() == []
+
+
+def test_later_the_images_of_batches_say_it(unplugged, tmp_path, device="cpu"):
     root = shutil.copytree(unplugged, tmp_path / "arm")
     without_episode_statistics(root)
     dataset = open_dataset(root=root)
     assert blank_by_statistics(dataset, [TOP, WRIST]) == {}
     for deltas in ({}, {TOP: [-1, 0], WRIST: [-1, 0]}):
         health = CameraHealth(dataset, CAMERAS, deltas, normalize_of(dataset))
+        health.blank.clear()
         health.update([batch_of(dataset, [2 * LENGTH + 3, 5, 6], device, deltas)])
         assert health.findings() == []  # one image of an episode: it may be a start-up
         health.update([batch_of(dataset, [2 * LENGTH + 3, 2 * LENGTH + 9, 20], device, deltas)])
@@ -67,7 +94,7 @@ def test_without_them_the_images_say_it(unplugged, tmp_path, device="cpu"):
 
 @pytest.mark.gpu
 def test_images_on_a_gpu_say_it(unplugged, tmp_path):
-    test_without_them_the_images_say_it(unplugged, tmp_path, "cuda")
+    test_later_the_images_of_batches_say_it(unplugged, tmp_path, "cuda")
 
 
 def test_a_camera_that_a_dataset_does_not_have_is_black_by_choice(unplugged, tmp_path):
@@ -75,6 +102,8 @@ def test_a_camera_that_a_dataset_does_not_have_is_black_by_choice(unplugged, tmp
     members = [Member("a", open_dataset(root=unplugged)), Member("b", open_dataset(root=lacks))]
     mixed = join_datasets(members, on_missing_camera="mask")
     health = CameraHealth(mixed, CAMERAS, {}, None)
+    assert "in episodes 2, 5 to 7 of a" in health.findings()[0].evidence
+    health.blank.clear()
     health.update([batch_of(mixed, np.arange(8 * LENGTH, 8 * LENGTH + 4))])
     assert health.findings() == []
     health.update([batch_of(mixed, np.arange(5 * LENGTH, 5 * LENGTH + 4))])

@@ -17,13 +17,23 @@ EPISODES, LENGTH = 8, 15
 Fault = Callable[[int, np.ndarray, np.ndarray], None]
 
 
-def write_arm(root: Path, *faults: Fault, blank: Sequence[int] = (), cameras: bool = False) -> Path:
-    """Faults change the states and actions [T, 7] of an episode. `blank`: episodes in which the wrist camera is off."""
+def write_arm(
+    root: Path,
+    *faults: Fault,
+    blank: Sequence[int] = (),
+    frozen: Sequence[int] = (),
+    cameras: bool = False,
+    stored_as: str = "video",
+) -> Path:
+    """Faults change the states and actions [T, 7] of an episode.
+
+    `blank`: episodes in which the wrist camera is off; `frozen`: in which it shows the same image from frame 3 on.
+    """
     features: dict = {
         name: {"dtype": "float32", "shape": (7,), "names": JOINTS} for name in ("observation.state", "action")
     }
     for name in (TOP, WRIST) if cameras else ():
-        features[name] = {"dtype": "video", "shape": (32, 32, 3), "names": ["height", "width", "channels"]}
+        features[name] = {"dtype": stored_as, "shape": (32, 32, 3), "names": ["height", "width", "channels"]}
     with DatasetWriter(root, 10, features, codec="h264") as writer:
         for episode in range(EPISODES):
             states, actions = trajectory(episode)
@@ -32,7 +42,8 @@ def write_arm(root: Path, *faults: Fault, blank: Sequence[int] = (), cameras: bo
             for number in range(LENGTH):
                 frame = {"observation.state": states[number], "action": actions[number]}
                 for name in (TOP, WRIST) if cameras else ():
-                    frame[name] = image(episode, number, name == WRIST and episode in blank)
+                    at = min(number, 3) if name == WRIST and episode in frozen else number
+                    frame[name] = image(episode, at, name == WRIST and episode in blank)
                 writer.add_frame(frame)
             writer.save_episode("pick")
     return root

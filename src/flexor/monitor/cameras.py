@@ -16,37 +16,17 @@ from torch import Tensor
 from flexor.core.batch import Batch
 from flexor.core.findings import Finding, Fix
 from flexor.data.check.episode_names import EpisodeNames
+from flexor.data.check.images import MIN_BLANK
+from flexor.data.check.sampled_images import blank_by_statistics, faulty_images
 from flexor.data.dataset import Dataset
-from flexor.data.format.metadata import read_episode_stats
 from flexor.data.frames.clips import BlankClip
-from flexor.data.mixture.mixed import MixedDataset
 from flexor.policies.processing.normalize import Normalize
 from flexor.runs.text import figure
 
 BLANK = 8 / 255  # an image is blank if no channel has a larger range; compression leaves a little
-MIN_BLANK = 2  # blank images that make an episode one without a camera; a single one may be a start-up
 PIXELS = 32  # rows and columns of an image that are checked, about
 # normalised mean and deviation of images; with ImageNet's statistics no mean reaches 3
 FAR, NARROW = 4.0, 0.05
-
-
-def blank_by_statistics(dataset: Dataset, cameras: Sequence[str]) -> dict[str, list[int]]:
-    """Episodes that are blank from beginning to end, by the statistics that a recording stores of each episode."""
-    if isinstance(dataset, MixedDataset) and len(dataset.members) > 1:
-        return {}  # only in the images themselves
-    present, blank_episodes = set(dataset.episodes.index.tolist()), {}
-    for camera in cameras:
-        if dataset.features[camera].depth is not None:
-            continue
-        low, high = (read_episode_stats(dataset.source, camera, key) for key in ("min", "max"))
-        blank = [
-            episode
-            for episode in sorted(present & low.keys() & high.keys())
-            if low[episode].shape == high[episode].shape and (high[episode] - low[episode]).max() <= BLANK
-        ]
-        if blank:
-            blank_episodes[camera] = blank
-    return blank_episodes
 
 
 class CameraHealth:
@@ -67,6 +47,10 @@ class CameraHealth:
             set,
             {camera: {*episodes} for camera, episodes in blank_by_statistics(dataset, [*cameras]).items()},
         )
+        self.frozen = defaultdict[str, set[int]](set)
+        for camera, faults in faulty_images(dataset, [*cameras]).items():
+            for episode, fault in faults.items():
+                (self.blank if fault.name == "blank camera" else self.frozen)[camera].add(episode)
         self._blank_frames: dict[str, dict[int, set[int]]] = {camera: defaultdict(set) for camera in cameras}
         self._far: dict[str, tuple[float, float]] = {}
 
@@ -91,6 +75,7 @@ class CameraHealth:
     def findings(self) -> list[Finding]:
         return [
             *(self._blank(camera, sorted(episodes)) for camera, episodes in self.blank.items()),
+            *(self._frozen(camera, sorted(episodes)) for camera, episodes in self.frozen.items()),
             *(self._wrong(camera, *normalised) for camera, normalised in self._far.items()),
         ]
 
@@ -134,6 +119,14 @@ class CameraHealth:
             "blank camera",
             f"{camera} is blank (one colour) in {names.in_words(episodes)}",
             [Fix(f"leave them out: {names.exclude(episodes)}; `flexor data show DIR` shows them")],
+        )
+
+    def _frozen(self, camera: str, episodes: list[int]) -> Finding:
+        names = EpisodeNames.of(self.dataset)
+        return Finding(
+            "frozen camera",
+            f"{camera} shows the same image in {names.in_words(episodes)}, while the robot moves",
+            [Fix(f"leave them out: {names.exclude(episodes)}; `flexor data check DIR` looks at all images")],
         )
 
     def _wrong(self, camera: str, mean: float, std: float) -> Finding:

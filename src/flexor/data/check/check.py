@@ -18,7 +18,7 @@ from flexor.core.errors import DatasetError
 from flexor.data.check.feature_names import check_feature_names
 from flexor.data.check.layout import EpisodeEntry, Layout, read_layout
 from flexor.data.check.pointers import name_pointers
-from flexor.data.check.recorded_stats import check_recorded_stats
+from flexor.data.check.recorded_stats import check_image_levels, check_recorded_images, check_recorded_stats
 from flexor.data.check.report import CheckReport
 from flexor.data.check.tables import check_tables
 from flexor.data.check.tasks import check_tasks
@@ -54,7 +54,10 @@ def check_dataset(
     check_tasks(layout, tables, report)
     check_recorded_stats(layout, tables, report)
     check_values(layout, tables, report)
-    check_videos(layout, selected, tables.timestamps, report, progress)
+    levels = check_videos(layout, selected, tables, report, progress)
+    check_image_levels(layout, levels, report)
+    if not deep:
+        check_recorded_images(layout, report)
     check_stray_files(layout, report)
     name_pointers(layout, selected, report)
     return report

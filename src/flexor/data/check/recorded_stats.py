@@ -8,14 +8,17 @@ import numpy as np
 
 from flexor.data.check.layout import Layout
 from flexor.data.check.report import CheckReport
-from flexor.data.check.tables import OWN_COLUMNS, Tables
+from flexor.data.check.sampled_images import recorded_blank
+from flexor.data.check.tables import LEAVE_OUT, OWN_COLUMNS, Tables
 from flexor.data.format.metadata import Feature
 from flexor.data.format.stats import NEEDED_STATS
+from flexor.data.storage.source import find_source
 
 COMPUTE = "compute them with `flexor data stats DIR --write`"
 FLAT = 1e-8  # a standard deviation below the epsilon that normalisation adds
 OTHER_STD = 2.0
 """From this factor on, a standard deviation is not that of the data."""
+IMAGE_MEAN = 0.1  # of a range from 0 to 1
 OTHER_MEAN = 1.0  # in standard deviations of the data
 
 
@@ -127,6 +130,49 @@ def _check_range(
             f"{values['max'][i]:.4g}"
         )
         report.warning("stats-stale", message, COMPUTE, feature=name)
+
+
+def check_recorded_images(layout: Layout, report: CheckReport) -> None:
+    """Report blank cameras by the statistics of episodes, where images were not looked at."""
+    looked = {(f.feature, f.episode) for f in report.findings if f.name == "blank-camera"}
+    source = find_source(None, layout.root, None)
+    for name, feature in layout.features.items():
+        if not feature.is_camera or feature.depth is not None:
+            continue
+        for episode in recorded_blank(source, name, report.checked):
+            if (name, episode) not in looked:
+                message = "it is blank (one colour) by the episode's statistics"
+                report.warning("blank-camera", message, LEAVE_OUT, episode=episode, frame=0, feature=name)
+
+
+def check_image_levels(layout: Layout, levels: dict[str, np.ndarray], report: CheckReport) -> None:
+    """Compare recorded statistics of images with those of images that were decoded. `levels`: see `ImageWatch`."""
+    if set(report.checked) != {episode.index for episode in layout.episodes}:
+        return
+    named = {finding.feature for finding in report.findings if finding.name.startswith("stats-")}
+    for name, (count, total, squares) in levels.items():
+        stats = layout.stats.get(name, {})
+        if name in named or not count.any() or not {"mean", "std"} <= stats.keys():
+            continue
+        mean, recorded = total / count, np.ravel(stats["mean"]).astype(np.float64)
+        std, recorded_std = (
+            np.sqrt(np.maximum(squares / count - mean**2, 0)),
+            np.ravel(stats["std"]).astype(float),
+        )
+        if recorded.shape != (3,) or recorded_std.shape != (3,) or (std < IMAGE_MEAN / 10).any():
+            continue
+        factor = recorded_std / std
+        wrong = (np.abs(recorded - mean) > IMAGE_MEAN) | (factor > OTHER_STD) | (factor < 1 / OTHER_STD)
+        if wrong.any():
+            message = (
+                f"its images have a mean of {_figures(mean)} and a standard deviation of {_figures(std)} (red, green, "
+                f"blue; from 0 to 1), the statistics say {_figures(recorded)} and {_figures(recorded_std)}"
+            )
+            report.warning("stats-wrong", message, COMPUTE, feature=name)
+
+
+def _figures(values: np.ndarray) -> str:
+    return ", ".join(f"{value:.3g}" for value in values)
 
 
 def _dimensions(indices: Iterable[int], size: int) -> str:

@@ -13,9 +13,12 @@ import av
 import numpy as np
 
 from flexor.core.errors import DatasetError
+from flexor.data.check.images import ImageWatch
 from flexor.data.storage.ranges import LocalRanges
 from flexor.data.video.mp4 import Unsupported, read_packets
 from flexor.data.video.open_file import open_video
+
+COLOURS = 200  # frames of a file of which the colours are measured, about
 
 
 @dataclass
@@ -36,15 +39,19 @@ class VideoScan:
     """Why reading stopped, if it stopped early."""
 
     decodes: np.ndarray | None = None  # [P] bool; None if nothing was decoded
+    blank: np.ndarray | None = None  # [P] bool; None if images were not looked at
+    since: np.ndarray | None = None  # [P] a number of the earliest frame that looks the same; -1: not decoded
+    levels: dict[int, np.ndarray] = field(default_factory=dict)  # of some packets: see `ImageWatch`
 
     def gops(self) -> np.ndarray:
         """The number of frames from each key frame to the next."""
         return np.diff(np.append(np.flatnonzero(self.key), len(self.key)))
 
 
-def scan_video(path: Path, decode: bool = False, threads: int = 1) -> VideoScan:
-    """Read the packets of a file; with `decode`, also decode them all."""
+def scan_video(path: Path, decode: bool = False, threads: int = 1, look: bool = False) -> VideoScan:
+    """Read the packets of a file; with `decode`, also decode them all; with `look`, look at the images."""
     scan = VideoScan(path)
+    watch = ImageWatch() if look else None
     ticks: list[int] = []
     keys: list[bool] = []
     decoded: set[int] = set()
@@ -72,13 +79,19 @@ def scan_video(path: Path, decode: bool = False, threads: int = 1) -> VideoScan:
                     ticks.append(packet.pts)
                     keys.append(packet.is_keyframe)
                 if decode:
-                    decoded |= _decode(packet)
+                    decoded |= _decode(packet, watch, max(1, scan.declared // COLOURS))
     except (av.FFmpegError, OSError, ValueError) as error:  # ValueError: text in the file that is not UTF-8
         scan.error = str(error).split(":")[0].strip() or type(error).__name__
     scan.times = np.array(ticks, np.float64) * step
     scan.key = np.array(keys, bool)
     if decode:
         scan.decodes = _intact(np.isin(ticks, list(decoded)), scan.key)
+    if watch is not None:
+        place = {tick: i for i, tick in enumerate(watch.keys)}
+        places = np.array([place.get(tick, -1) for tick in ticks], np.int64)
+        scan.blank = np.append(watch.blank, False).astype(bool)[places]
+        scan.since = np.append(watch.since, -1).astype(np.int64)[places]
+        scan.levels = {i: watch.levels[tick] for i, tick in enumerate(ticks) if tick in watch.levels}
     if not scan.error and len(ticks) + hidden < scan.declared - _cut_off(path, scan.declared):
         scan.error = "the file ends early"
     return scan
@@ -92,13 +105,17 @@ def _cut_off(path: Path, declared: int) -> int:
         return 0
 
 
-def _decode(packet: av.Packet) -> set[int]:
-    """The times of the undamaged frames that a packet decodes to."""
+def _decode(packet: av.Packet, watch: ImageWatch | None, every: int) -> set[int]:
+    """The times of the undamaged frames that a packet decodes to. Colours are measured in each `every`-th."""
     try:
         frames = packet.decode()
     except av.FFmpegError:
         return set()
-    return {f.pts for f in frames if isinstance(f, av.VideoFrame) and f.pts is not None and not f.is_corrupt}
+    good = [f for f in frames if isinstance(f, av.VideoFrame) and f.pts is not None and not f.is_corrupt]
+    for frame in good if watch is not None else ():
+        assert watch is not None and frame.pts is not None
+        watch.add(frame.pts, frame, colours=len(watch.keys) % every == 0)
+    return {frame.pts for frame in good if frame.pts is not None}
 
 
 def _intact(decodes: np.ndarray, key: np.ndarray) -> np.ndarray:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from flexor.data.check.images import SAMPLES, ImageWatch, Motion, image_faults, motions, spread
 from flexor.data.check.layout import FETCH_AGAIN, EpisodeEntry, Layout
 from flexor.data.check.report import CheckReport
 from flexor.data.format.metadata import Feature
@@ -18,11 +20,13 @@ from flexor.data.format.table import flat_numbers
 from flexor.data.format.undeclared import undeclared_features
 from flexor.data.frames.clips import image_bytes, image_frame
 
+LOOKED_AT = 2  # files with images in which some are looked at, if not all are decoded
 OWN_COLUMNS = ("timestamp", "frame_index", "episode_index", "index", "task_index")
 """Columns of every dataset; the reader derives missing ones."""
 
 NOT_NEEDED = "none needed to train with Flexor"
 REPAIR_CLOCK = f"{NOT_NEEDED} if no frame was dropped; `flexor data repair` corrects the timestamps"
+LEAVE_OUT = "look at it with `flexor data show DIR`; leave the episode out with --dataset.exclude_episodes"
 RECORD_AGAIN = "exclude the episode, or repair the column from the original recording"
 
 
@@ -38,6 +42,13 @@ class Tables:
 
     parts: dict[str, dict[int, np.ndarray]] = field(default_factory=dict)
     """States and actions [T, D] by feature and episode."""
+
+    watches: list[tuple[EpisodeEntry, dict[str, Any], ImageWatch]] = field(default_factory=list)
+    """Of images in the tables, by episode and place."""
+
+    @cached_property
+    def motions(self) -> dict[int, Motion]:
+        return motions(self.parts)
 
     def rows(self, name: str) -> np.ndarray:
         """A feature's values of all checked episodes. [N, D]"""
@@ -61,7 +72,7 @@ def check_tables(layout: Layout, selected: list[EpisodeEntry], report: CheckRepo
             continue
         names = [n for n, f in layout.features.items() if n in present[file] and (f.is_numeric or f.is_image)]
         names += [name for name in OWN_COLUMNS if name in present[file] and name not in names]
-        if not report.deep:
+        if not report.deep and file not in [*files][:LOOKED_AT]:
             names = [n for n in names if not (n in layout.features and layout.features[n].is_image)]
         try:
             with pq.ParquetFile(layout.path(file)) as opened:
@@ -72,6 +83,8 @@ def check_tables(layout: Layout, selected: list[EpisodeEntry], report: CheckRepo
                 report.error("data-unreadable", message, FETCH_AGAIN, episode=episode.index, file=file)
             continue
         _File(layout, file, table, report, tables).check(episodes)
+    for episode, place, watch in tables.watches:
+        add_image_faults(watch, episode, layout.fps, tables, report, place)
     return tables
 
 
@@ -271,15 +284,22 @@ class _File:
             feature = self.layout.features.get(name)
             if feature is None or not feature.is_image:
                 continue
-            images = image_bytes(self.table[name].take(rows))
-            faults = [self._image_fault(feature, image.as_py()) for image in images]
-            bad = [(frame, fault) for frame, fault in enumerate(faults) if fault]
-            if bad:
+            watch = ImageWatch()
+            frames = np.arange(len(rows)) if self.report.deep else spread(len(rows), SAMPLES)
+            images = zip(frames.tolist(), image_bytes(self.table[name].take(rows[frames])))
+            faults = [
+                (frame, self._image_fault(feature, image.as_py(), frame, watch)) for frame, image in images
+            ]
+            bad = [(frame, fault) for frame, fault in faults if fault]
+            self.tables.watches.append((episode, self._place(episode, name), watch))
+            if bad and self.report.deep:
                 frame, why = bad[0]
                 message = f"{len(bad)} of {len(rows)} images are unusable; the first is frame {frame}: {why}"
                 self.report.error("image-undecodable", message, FETCH_AGAIN, **self._place(episode, name))
 
-    def _image_fault(self, feature: Feature, data: bytes | None) -> str | None:
+    def _image_fault(
+        self, feature: Feature, data: bytes | None, number: int, watch: ImageWatch
+    ) -> str | None:
         if not data:
             return "the image is empty"
         try:
@@ -290,7 +310,26 @@ class _File:
         _, height, width = feature.chw
         if shape != (height, width):
             return f"it is {shape[0]}x{shape[1]}, but meta/info.json declares {height}x{width}"
+        if feature.depth is None:
+            watch.add(number, frame)
         return None
+
+
+def add_image_faults(
+    watch: ImageWatch,
+    episode: EpisodeEntry,
+    fps: float,
+    tables: Tables,
+    report: CheckReport,
+    place: dict[str, Any],
+) -> None:
+    """Report what is wrong with the images of an episode. The watch has its frames by their numbers."""
+    if not watch.keys:
+        return
+    motion = tables.motions.get(episode.index)
+    blank, since = np.array(watch.blank), np.array(watch.since)
+    for fault in image_faults(watch.keys, blank, since, episode.length, fps, motion):
+        report.warning(fault.name.replace(" ", "-"), fault.evidence, LEAVE_OUT, frame=fault.first, **place)
 
 
 def numbers(column: pa.ChunkedArray, feature: Feature) -> np.ndarray | str:

@@ -4,19 +4,25 @@ from __future__ import annotations
 
 import os
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import partial
 from itertools import pairwise
 from threading import Lock
 from typing import Any
 
+import av
 import numpy as np
 
 from flexor.core.console import Progress
+from flexor.core.errors import DatasetError
+from flexor.data.check.images import ImageWatch, cheap_samples, spread
 from flexor.data.check.layout import FETCH_AGAIN, EpisodeEntry, Layout
 from flexor.data.check.report import CheckReport
+from flexor.data.check.sampled_images import EPISODES, look_at
 from flexor.data.check.scan import VideoScan, scan_video
-from flexor.data.check.tables import NOT_NEEDED, REPAIR_CLOCK
+from flexor.data.check.tables import NOT_NEEDED, REPAIR_CLOCK, Tables, add_image_faults
 from flexor.data.format.metadata import Feature
+from flexor.data.video.decode import decode_frames, index_video
 from flexor.data.video.frame_match import NoMatch, match_frames, own_frames
 
 LEROBOT_TOLERANCE = 1e-4
@@ -26,12 +32,17 @@ LEROBOT_TOLERANCE = 1e-4
 def check_videos(
     layout: Layout,
     selected: list[EpisodeEntry],
-    timestamps: dict[int, np.ndarray],
+    tables: Tables,
     report: CheckReport,
     progress: Progress | None,
-) -> None:
-    """Check every camera's files. `timestamps` are those of the table, for the episodes that have them."""
+) -> dict[str, np.ndarray]:
+    """Check every camera's files, against what the tables have of the same episodes.
+
+    Returns the levels of the colours of each camera, if its images were decoded: see `ImageWatch`.
+    """
+    levels: dict[str, np.ndarray] = {}
     files: list[_VideoFile] = []
+    sampled = frozenset(selected[i].index for i in spread(len(selected), EPISODES).tolist())
     for camera in layout.video_features:
         episodes: dict[str, list[EpisodeEntry]] = {}
         for episode in selected:
@@ -39,19 +50,25 @@ def check_videos(
                 episodes.setdefault(episode.videos[camera.name].file, []).append(episode)
         if not _is_absent(layout, camera, episodes, report):
             _check_named(camera, selected, report)
-            files += [_VideoFile(layout, camera, name, part, report) for name, part in episodes.items()]
+            files += [
+                _VideoFile(layout, camera, name, part, report, sampled) for name, part in episodes.items()
+            ]
     counter = _FrameCounter(sum(e.length for file in files for e in file.episodes), progress)
     workers = max(1, min(len(files), os.cpu_count() or 1))
     threads = max(1, (os.cpu_count() or 1) // workers)
 
     def scan(file: _VideoFile) -> VideoScan:
-        result = scan_video(layout.path(file.name), decode=report.deep, threads=threads)
+        look = report.deep and file.camera.depth is None
+        result = scan_video(layout.path(file.name), decode=report.deep, threads=threads, look=look)
         counter.add(sum(episode.length for episode in file.episodes))
         return result
 
     with ThreadPoolExecutor(workers) as pool:
         for file, result in zip(files, pool.map(scan, files)):
-            file.check(result, timestamps)
+            file.check(result, tables)
+            name = file.camera.name
+            levels[name] = levels.get(name, np.zeros((3, 3))) + file.levels
+    return levels
 
 
 class _FrameCounter:
@@ -102,11 +119,15 @@ class _VideoFile:
     name: str
     episodes: list[EpisodeEntry]
     report: CheckReport
+    sampled: frozenset[int] = frozenset()
+    """Episodes of which some images are looked at, if not all are decoded."""
+    levels: np.ndarray = field(default_factory=lambda: np.zeros((3, 3)))
+    """Of the images of its episodes: see `ImageWatch`."""
 
     def _place(self, episode: EpisodeEntry | None = None) -> dict[str, Any]:
         return {"episode": episode and episode.index, "feature": self.camera.name, "file": self.name}
 
-    def check(self, scan: VideoScan, timestamps: dict[int, np.ndarray]) -> None:
+    def check(self, scan: VideoScan, tables: Tables) -> None:
         if not scan.path.is_file() or not len(scan.times):
             missing = not scan.path.is_file()
             message = "the file is missing" if missing else f"the video can't be read: {scan.error}"
@@ -122,7 +143,9 @@ class _VideoFile:
         self._check_overlap()
         for episode in self.episodes:
             if self._check_frames(episode, scan):
-                self._check_clock(episode, timestamps.get(episode.index), scan)
+                self._check_clock(episode, tables.timestamps.get(episode.index), scan)
+                if self.camera.depth is None:
+                    self._check_images(episode, scan, tables)
 
     def _check_picture(self, scan: VideoScan) -> None:
         _, height, width = self.camera.chw if len(self.camera.shape) == 3 else (0, 0, 0)
@@ -155,16 +178,48 @@ class _VideoFile:
                     fix = "correct from_timestamp in meta/episodes"
                     self.report.error("video-overlap", message, fix, **self._place(episode))
 
+    def _span(self, episode: EpisodeEntry, scan: VideoScan) -> tuple[np.ndarray, int, int]:
+        """Packets in display order, and the first and the end of the episode's among them."""
+        fps, span = self.layout.fps, episode.videos[self.camera.name]
+        order = np.argsort(scan.times, kind="stable")
+        first, end = own_frames(scan.times[order], span.start, span.end, fps)
+        if span.stop is not None and end - first != episode.length:  # then use the duration of its rows
+            first, end = own_frames(scan.times[order], span.start, span.start + episode.length / fps, fps)
+        return order, first, end
+
+    def _check_images(self, episode: EpisodeEntry, scan: VideoScan, tables: Tables) -> None:
+        """Look for blank and frozen images: in all frames, or without decoding them, in a few."""
+        order, first, end = self._span(episode, scan)
+        watch = ImageWatch()
+        if scan.blank is not None and scan.since is not None:
+            decoded = np.flatnonzero(scan.since[order[first:end]] >= 0)
+            packets = order[first:end][decoded]
+            self.levels += sum(
+                (scan.levels[i] for i in order[first:end] if i in scan.levels), np.zeros((3, 3))
+            )
+            watch.keys, watch.blank, watch.since = decoded.tolist(), scan.blank[packets], scan.since[packets]
+        elif episode.index in self.sampled:
+            watch = self._sample(first, end, scan)
+        add_image_faults(watch, episode, self.layout.fps, tables, self.report, self._place(episode))
+
+    def _sample(self, first: int, end: int, scan: VideoScan) -> ImageWatch:
+        try:
+            index = index_video(self.layout.path(self.name))
+            if len(index) != len(scan.times):
+                return ImageWatch()
+            numbers = np.arange(first, end)
+            frames = cheap_samples(index.packet[numbers] - index.start[numbers])
+            return look_at(partial(decode_frames, index), numbers[frames], frames.tolist())[1]
+        except (DatasetError, OSError, ValueError, av.FFmpegError):  # other checks say why
+            return ImageWatch()
+
     def _check_frames(self, episode: EpisodeEntry, scan: VideoScan) -> bool:
         """Check that the video has one frame per row and that the frames can be decoded. True if so."""
         fps, place = self.layout.fps, self._place(episode)
         if not fps:
             return False
         span, seconds = episode.videos[self.camera.name], episode.length / fps
-        order = np.argsort(scan.times, kind="stable")
-        first, end = own_frames(scan.times[order], span.start, span.end, fps)
-        if span.stop is not None and end - first != episode.length:  # then use the duration of its rows
-            first, end = own_frames(scan.times[order], span.start, span.start + seconds, fps)
+        order, first, end = self._span(episode, scan)
         frames, count = order[first:end], end - first
         if scan.decodes is not None and not scan.decodes[frames].all():
             bad = np.flatnonzero(~scan.decodes[frames])

@@ -28,6 +28,8 @@ from flexor.core.errors import DatasetError
 from flexor.core.output_paths import check_output_folder
 from flexor.core.paths import inside
 from flexor.data.check.check import check_dataset, check_episodes, check_stray_files, check_totals
+from flexor.data.check.episode_names import EpisodeNames
+from flexor.data.check.images import BLANK
 from flexor.data.check.layout import EpisodeEntry, Layout, read_layout
 from flexor.data.check.pointers import name_pointers
 from flexor.data.check.report import CheckReport
@@ -180,6 +182,8 @@ class _Repair:
         self.plan, self.out, self.decode, self.dry_run = plan, out, decode, dry_run
         self.root, self.layout = plan.layout.root, plan.layout
         self.notes: list[str] = []
+        self.blank: dict[str, list[int]] = {}
+        """Episodes in which a camera shows one colour."""
         self._pool = ThreadPoolExecutor(os.cpu_count() or 1)
         self._index = lru_cache(32)(read_index)  # an index is small; episodes of one file follow each other
         self._files: DatasetFiles | None = None
@@ -203,6 +207,10 @@ class _Repair:
                 done += plan.length
                 if progress:
                     progress(done, total)
+            for camera, blank in self.blank.items():
+                where = EpisodeNames(np.array(blank)).in_words(blank)
+                note = f"{camera} is blank (one colour) in {where}, which --exclude_episodes leaves out"
+                self.notes.append(note)
             self._finish()
         except (OSError, OverflowError, pa.ArrowException, av.FFmpegError) as error:
             raise DatasetError(
@@ -260,6 +268,9 @@ class _Repair:
                     return
                 if not _is_depth(self.plan.columns.features[name]):
                     stats[name] = stats_or_fault
+        for name, values in stats.items():
+            if values and (values["max"] - values["min"]).max() <= BLANK / 255:
+                self.blank.setdefault(name, []).append(plan.episode.index)
         if self.dry_run:
             return
         clips = {camera: self._clip(clip, delays[camera]) for camera, clip in plan.clips.items()}
