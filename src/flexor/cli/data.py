@@ -26,6 +26,34 @@ def run(arguments: list[str]) -> int:
         prog="flexor data", description="Inspect, check and repair a dataset before training on it."
     )
     verbs = parser.add_subparsers(dest="verb", required=True)
+    _add_readers(verbs)
+    _add_show(verbs)
+    _add_repair(verbs)
+    edit.add_verbs(verbs)
+    _add_tokenizer(verbs)
+    _add_push(verbs)
+    cache_flags.add_verb(verbs)
+    parsed, settings = parser.parse_known_args(dashed(arguments))
+    if getattr(parsed, "augmented", None):
+        return augmented.run(parsed, _address(parsed.root), settings)
+    if parsed.verb in edit.VERBS:
+        return edit.run(parsed, edit.shares(parser, parsed, settings, arguments), _local)
+    if settings:
+        parser.error(f"unrecognized arguments: {' '.join(settings)}")
+    verbs_run = {
+        "info": _info,
+        "check": _check,
+        "stats": _stats,
+        "show": _show,
+        "repair": _repair,
+        "tokenizer": _tokenizer,
+        "push": _push,
+        "cache": _cache,
+    }
+    return verbs_run[parsed.verb](parsed)
+
+
+def _add_readers(verbs: Any) -> None:
     for name, text in (
         ("info", "describe a dataset"),
         ("check", "find problems in a dataset; the exit code is 1 if there are any"),
@@ -58,30 +86,6 @@ def run(arguments: list[str]) -> int:
                 default="raise",
                 help="skip: leave out episodes that can't be read, and name them (default: raise an error)",
             )
-    _add_show(verbs)
-    _add_repair(verbs)
-    edit.add_verbs(verbs)
-    _add_tokenizer(verbs)
-    _add_push(verbs)
-    cache_flags.add_verb(verbs)
-    parsed, settings = parser.parse_known_args(dashed(arguments))
-    if getattr(parsed, "augmented", None):
-        return augmented.run(parsed, _address(parsed.root), settings)
-    if parsed.verb in edit.VERBS:
-        return edit.run(parsed, edit.shares(parser, parsed, settings, arguments), _local)
-    if settings:
-        parser.error(f"unrecognized arguments: {' '.join(settings)}")
-    verbs_run = {
-        "info": _info,
-        "check": _check,
-        "stats": _stats,
-        "show": _show,
-        "repair": _repair,
-        "tokenizer": _tokenizer,
-        "push": _push,
-        "cache": _cache,
-    }
-    return verbs_run[parsed.verb](parsed)
 
 
 def _add_show(verbs: Any) -> None:

@@ -100,8 +100,8 @@ def _take_part(
     if processes.world_size > 1 or config.parallel.strategy in SHARDED:
         processes.join(device, config.parallel.timeout_s, config.parallel.backend)
         check_same_program(processes)
-    place = (processes.rank, processes.world_size, processes.host)
-    with Watchdog(*place, processes.store, config.parallel.timeout_s) as watchdog:
+    hosts = processes.hosts or [processes.host]
+    with Watchdog(processes.rank, hosts, processes.store, config.parallel.timeout_s) as watchdog:
         check_same_settings(processes, flatten(config.to_saved()))
         check_devices(processes, device, config.parallel.backend)
         config, started = resolve_for_machine(config, resume, processes, device)

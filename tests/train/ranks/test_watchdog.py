@@ -61,7 +61,8 @@ def become(folder: Path, rank: int, world_size: int, scene: Scene) -> None:
         limit = timedelta(hours=1)  # as in a run: the watchdog decides, not the collective
         dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size, timeout=limit)
         store = dist.distributed_c10d._get_default_store()
-        with Watchdog(rank, world_size, f"host-{rank}", store, TIMEOUT_S) as watchdog:
+        hosts = [f"host-{rank}" for rank in range(world_size)]
+        with Watchdog(rank, hosts, store, TIMEOUT_S) as watchdog:
             scene(watchdog)
         code = 0
     except FlexorError as error:
@@ -115,7 +116,7 @@ def step(watchdog: Watchdog, number: int) -> None:
 
 def be_heard(watchdog: Watchdog) -> None:
     """Wait until the others can know where this rank is."""
-    last, store = Heartbeat(watchdog.rank), dist.distributed_c10d._get_default_store()
+    last, store = Heartbeat(watchdog.rank, watchdog.host), dist.distributed_c10d._get_default_store()
     while last.activity != watchdog._activity:
         time.sleep(0.01)
         last.update(store.get(f"{PREFIX}{watchdog.rank}"), 0)
@@ -354,7 +355,7 @@ def read_video():
     else:
         sys.stdin.readline()
 
-with Watchdog(0, 1, "here", None, float(sys.argv[1])) as watchdog:
+with Watchdog(0, ["here"], None, float(sys.argv[1])) as watchdog:
     with watchdog.without_limit("loading"):
         time.sleep(0.8)
     watchdog.beat(7, "reading data")
@@ -395,17 +396,17 @@ def test_a_process_that_was_suspended_has_not_hung(tmp_path):
 
 
 def test_many_ranks_make_a_short_message():
-    watchdog = Watchdog(0, 100, "host-0", dist.HashStore(), 600)
+    watchdog = Watchdog(0, [f"host-{rank}" for rank in range(100)], dist.HashStore(), 600)
     watchdog.beat(5, "backward")
     for peer in watchdog._peers().values():
         late = peer.rank >= 50
         peer.update(
-            Heartbeat(peer.rank, "far", Activity(4 if late else 5, 1, "reading data"), 610)
+            Heartbeat(peer.rank, peer.host, Activity(4 if late else 5, 1, "reading data"), 610)
             .to_json(1)
             .encode(),
             0,
         )
     culprits, message = watchdog._behind()
     assert culprits == list(range(50, 100))
-    assert "rank 57 on far and 42 more have made no progress for 610 s: step 4, reading data." in message
+    assert "rank 57 on host-57 and 42 more have made no progress for 610 s: step 4, reading data." in message
     assert "50 ranks wait for them." in message

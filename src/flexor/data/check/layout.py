@@ -70,6 +70,8 @@ class Layout:
     version: str = "unknown"
     fps: float = 0.0
     features: dict[str, Feature] = field(default_factory=dict)
+    undeclared: set[str] = field(default_factory=set)
+    """Features that only the data files have, not meta/info.json."""
     episodes: list[EpisodeEntry] = field(default_factory=list)
     tasks: dict[int, str] = field(default_factory=dict)
     stats: dict[str, dict[str, Any]] = field(default_factory=dict)

@@ -30,8 +30,8 @@ def check_recorded_stats(layout: Layout, tables: Tables, report: CheckReport) ->
             continue  # a completely missing feature is reported elsewhere
         if not feature.is_camera and name not in tables.low:
             continue
-        if name not in layout.info["features"]:
-            continue  # undeclared: training computes its statistics
+        if name in layout.undeclared:
+            continue  # training computes its statistics
         if feature.is_camera and len(feature.shape) != 3:
             continue  # a shape that can't be an image is also reported elsewhere
         stats = layout.stats.get(name) or {}

@@ -103,6 +103,7 @@ def _take_undeclared(layout: Layout, present: dict[str, list[str]], report: Chec
     features = undeclared_features(layout.path(readable[0]), layout.features)
     common = {n: f for n, f in features.items() if all(n in present[file] for file in readable)}
     layout.features |= common
+    layout.undeclared |= set(common)
     if common:
         message = (
             f"the data files have {', '.join(common)}, which meta/info.json does not declare: Flexor reads it"

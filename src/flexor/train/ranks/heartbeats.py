@@ -10,7 +10,7 @@ import itertools
 import json
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
@@ -43,7 +43,7 @@ class Heartbeat:
     """What a rank reports about itself."""
 
     rank: int
-    host: str = "an unknown host"
+    host: str
     activity: Activity = START
     idle: float = 0.0  # seconds without progress
     ended: str | None = None  # None: still running; DONE; or why it ended early
@@ -54,12 +54,12 @@ class Heartbeat:
         return now - self.received
 
     def to_json(self, count: int) -> str:
-        return json.dumps([count, self.host, self.activity, self.idle, self.ended])
+        return json.dumps([count, self.activity, self.idle, self.ended])
 
     def update(self, text: bytes, now: float) -> None:
-        count, host, activity, idle, ended = json.loads(text)
+        count, activity, idle, ended = json.loads(text)
         if count != self.count:
-            self.count, self.host, self.activity = count, host, Activity(*activity)
+            self.count, self.activity = count, Activity(*activity)
             self.idle, self.ended, self.received = idle, ended, now
 
 
@@ -73,14 +73,16 @@ class Heartbeats:
     def __init__(
         self,
         heartbeat: Callable[[], Heartbeat],
-        world_size: int,
+        hosts: Sequence[str],
         store: Store,
         clock: Callable[[], float],
         every_s: float,
     ):
         self.heartbeat, self.store, self.clock = heartbeat, store, clock
-        self.peers = {rank: Heartbeat(rank) for rank in range(world_size) if rank != heartbeat().rank}
-        self.every_s = max(every_s, world_size / RANKS_PER_SECOND)
+        self.peers = {
+            rank: Heartbeat(rank, host) for rank, host in enumerate(hosts) if rank != heartbeat().rank
+        }
+        self.every_s = max(every_s, len(hosts) / RANKS_PER_SECOND)
         self.answered = 0.0  # when the store last answered
         self.lost = False  # the connection to the store is broken; a frozen store only stops answering
         self._missing = set(self.peers)  # reading a key that is not set yet would block

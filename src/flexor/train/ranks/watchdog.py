@@ -55,9 +55,10 @@ class Watchdog:
     watchdog together (after a barrier), since the store may end with rank 0.
     """
 
-    def __init__(self, rank: int, world_size: int, host: str, store: Store | None, timeout_s: float):
-        assert world_size == 1 or store is not None
-        self.rank, self.world_size, self.host, self.timeout_s = rank, world_size, host, timeout_s
+    def __init__(self, rank: int, hosts: Sequence[str], store: Store | None, timeout_s: float):
+        """`hosts`: the name of every rank's host."""
+        assert len(hosts) == 1 or store is not None
+        self.rank, self.host, self.timeout_s = rank, hosts[rank], timeout_s
         self._tick = min(TICK_S, timeout_s / 10)
         self._now = 0.0  # seconds that this process has been running, not stopped
         self._activity = self._checked = START
@@ -66,8 +67,8 @@ class Watchdog:
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
         self._heartbeats: Heartbeats | None = None
-        if store is not None and world_size > 1:
-            self._heartbeats = Heartbeats(self._heartbeat, world_size, store, lambda: self._now, self._tick)
+        if store is not None and len(hosts) > 1:
+            self._heartbeats = Heartbeats(self._heartbeat, hosts, store, lambda: self._now, self._tick)
 
     def beat(self, step: int, doing: str) -> None:
         """This rank starts the next part of a step. Cheap, for the hot loop: it only stores this."""
