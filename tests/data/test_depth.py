@@ -26,7 +26,8 @@ from flexor.data.repair.repair import repair_dataset
 from flexor.data.settings import CacheConfig, DatasetConfig
 from flexor.data.show.strips import depth_colours
 from flexor.data.statistics import compute_stats, in_stored_unit
-from flexor.data.video.planes import PlaneFormat, rgb_on_device, to_rgb
+from flexor.data.video.on_device import rgb_on_device
+from flexor.data.video.planes import PlaneFormat, to_rgb
 from flexor.data.video.tiff import float_tiff
 from flexor.policies.act.config import ACTConfig
 from flexor.policies.fit import fit_to_dataset, statistics

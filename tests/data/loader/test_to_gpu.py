@@ -17,7 +17,7 @@ from flexor.data.loader.step import Piece, StepGroup
 from flexor.data.loader.step_frames import FrameFinder
 from flexor.data.loader.to_gpu import Stager
 from flexor.data.settings import CacheConfig, DatasetConfig
-from flexor.data.video.planes import rgb_on_device
+from flexor.data.video.on_device import rgb_on_device
 from support.damage import overwrite_packets
 from support.samples import write_sample
 

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from flexor.core.errors import DatasetError, FlexorError
 from flexor.data.video.colour import MATRICES
+from flexor.data.video.on_device import rgb_on_device
 from flexor.data.video.planes import (
     PlaneFormat,
     decode_jpeg,
@@ -19,7 +20,6 @@ from flexor.data.video.planes import (
     format_of,
     pack,
     resized,
-    rgb_on_device,
     to_rgb,
 )
 

@@ -14,7 +14,6 @@ from functools import lru_cache
 from typing import Any
 
 import numpy as np
-import torch
 
 CODES = 4096
 UNITS = ("mm", "m")
@@ -74,6 +73,8 @@ def depth_scale(info: Mapping[str, Any]) -> DepthScale | None:
 @lru_cache(maxsize=64)
 def depths_of_codes(scale: DepthScale) -> np.ndarray:
     """The depth of every code, float32 [4096], in the unit that is read; millimetres are whole, as in LeRobot."""
+    import torch  # not needed to decode
+
     first, last = scale.low, scale.high
     if scale.use_log:
         first, last = (math.log(depth + scale.shift) for depth in (first, last))

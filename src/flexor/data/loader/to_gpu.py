@@ -19,7 +19,8 @@ from flexor.data.frames.gpu_cache import GPUFrameCache
 from flexor.data.frames.slots import Buffers
 from flexor.data.frames.store import FrameStore
 from flexor.data.loader.step_frames import StepFrames
-from flexor.data.video.planes import PlaneFormat, rgb_on_device
+from flexor.data.video.on_device import rgb_on_device
+from flexor.data.video.planes import PlaneFormat
 
 Job = Callable[[], None]
 HOST, DECODED, CACHED = range(3)  # where a frame is: in host memory, in a slot of the GPU, in the GPU's cache

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-from functools import cache
-
 import av
 import numpy as np
-import torch
 from av.video.reformatter import VideoReformatter
 
 from flexor.data.format.depth import CODES, DepthScale, depths_of_codes, in_output_unit
@@ -47,28 +44,6 @@ def depth_values(layout: str, scale: DepthScale, planes: np.ndarray) -> np.ndarr
     if layout == "gray12":
         return depths_of_codes(scale)[pixels & (CODES - 1)]
     return in_output_unit(pixels, scale)
-
-
-def depth_on_device(layout: str, scale: DepthScale, planes: torch.Tensor) -> torch.Tensor:
-    """Planes uint8 [n, nbytes] on any device -> depths float32 [n, pixels] on that device."""
-    if layout == "grayf32":
-        return _scaled(planes.view(torch.float32), scale)
-    pixels = planes.view(torch.int16).int()  # torch computes little with uint16
-    if layout == "gray16":
-        return _scaled((pixels & 0xFFFF).float(), scale)
-    table = _table(scale, planes.device)
-    return table.index_select(0, (pixels & (CODES - 1)).view(-1)).view(pixels.shape)
-
-
-def _scaled(depths: torch.Tensor, scale: DepthScale) -> torch.Tensor:
-    if scale.factor == 1:
-        return depths
-    return depths * 1000 if scale.factor > 1 else depths / 1000
-
-
-@cache
-def _table(scale: DepthScale, device: torch.device) -> torch.Tensor:
-    return torch.from_numpy(depths_of_codes(scale).copy()).to(device)
 
 
 def decode_depth_image(data: bytes) -> av.VideoFrame:
