@@ -160,6 +160,10 @@ class DatasetConfig:
     """Read a Hub dataset's videos over the network when they are needed, instead of downloading them first."""
     decoder: Literal["auto", "cpu", "nvdec"] = setting("auto", may_change=True)
     """Video decoder: cpu, or nvdec (the GPU's decoder). auto: nvdec if it is supported and there are few CPU cores."""
+    decode_in: Literal["auto", "threads", "processes"] = setting("auto", may_change=True)
+    """Where --num_workers decode videos on the CPU: in threads of the training process, or in processes of their own,
+    which use many cores better. auto: processes if frames are streamed, and there are 3 or more workers or small
+    images."""
     on_bad_frame: Literal["skip", "nearest", "raise"] = "skip"
     """What to do with a frame that can't be decoded. skip: leave out its samples. nearest: use the nearest good frame.
     raise: stop. Bad frames are counted."""

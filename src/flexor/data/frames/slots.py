@@ -14,6 +14,8 @@ import torch
 from numpy.typing import DTypeLike
 from torch import Tensor
 
+from flexor.data.frames.decode_processes import SharedMemory
+
 Slot = np.ndarray | Tensor
 
 BLOCK = 32 << 20  # bytes that slots are cut from
@@ -26,9 +28,11 @@ class Pool:
     Slots are arrays in host memory, or tensors on the GPU if the GPU decodes.
     """
 
-    def __init__(self, budget: int, device: torch.device | None = None):
+    def __init__(self, budget: int, device: torch.device | None = None, memory: SharedMemory | None = None):
+        """`memory`: where slots in host memory are, if other processes decode into them."""
         self.budget = budget
         self.device = device
+        self.memory = memory
         self.used = 0
         self.peak = 0
         self._free: dict[int, list[Slot]] = {}
@@ -55,7 +59,7 @@ class Pool:
         if not free:
             shape = (max(1, min(BLOCK // size, MOST_SLOTS)), size)
             if self.device is None:
-                free.extend(np.empty(shape, np.uint8))
+                free.extend(np.empty(shape, np.uint8) if self.memory is None else self.memory.empty(shape))
             else:
                 free.extend(torch.empty(shape, dtype=torch.uint8, device=self.device))
         return free.pop()

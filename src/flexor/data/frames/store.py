@@ -26,6 +26,7 @@ from flexor.data.frames.gpu_cache import GPUFrameCache
 from flexor.data.frames.slots import Slot
 from flexor.data.video import nvdec
 from flexor.data.video.decode import Sink, read_ahead
+from flexor.data.video.decode_request import DecodeRequest, frames_of_file
 from flexor.data.video.planes import (
     PlaneFormat,
     decode_jpeg,
@@ -208,6 +209,31 @@ class FrameStore:
             failed = decode(np.unique(frames), partial(_deliver, format, users, slot, then))
             bad |= {place: reason for i, reason in failed.items() for place in users(i)}
         return bad
+
+    def is_video(self, camera: str) -> bool:
+        """Whether a camera is stored as video in all episodes."""
+        return all(isinstance(clip, VideoClip) for (name, _), clip in self.clips.items() if name == camera)
+
+    def decode_request(
+        self, camera: str, ids: np.ndarray, offsets: np.ndarray
+    ) -> tuple[DecodeRequest, dict[int, str]]:
+        """Like `decode`, in another process: the planes of ids[i] go to offsets[i] of shared memory.
+
+        Returns {i: reason} for frames of episodes that can't be read at all. What is on a server is read here.
+        """
+        bad: dict[int, str] = {}
+        files = []
+        for _, frames, places in self._requests(camera, ids, bad):
+            clip = self.clips[camera, int(self.episode_of(ids[places[:1]])[0])]
+            assert isinstance(clip, VideoClip), "only videos are decoded by other processes"
+            try:
+                part = np.array(places)
+                files.append(frames_of_file(clip.file.index, frames, offsets[part], part))
+            except SourceError:
+                raise
+            except DatasetError as error:  # a server's file that is too short
+                bad |= dict.fromkeys(places, str(error))
+        return DecodeRequest(self.format(camera), files), bad
 
     def read_ahead(self, camera: str, ids: np.ndarray) -> None:
         """Prefetch the video data of these frames, if it is read over a network."""

@@ -22,6 +22,7 @@ import torch
 from flexor.core.batch import ACTION, SAMPLE_WEIGHT, Batch
 from flexor.data.dataset import Dataset
 from flexor.data.format.windows import window_rows
+from flexor.data.frames.decode_processes import DecodeProcesses
 from flexor.data.frames.slots import Pool
 from flexor.data.loader.assemble import Batcher, HostSteps, to_tensors
 from flexor.data.loader.prefetch import Prefetcher
@@ -67,7 +68,8 @@ class Loader(StepPlanner):
     """Iterate over optimizer steps; each is a list of micro-batches of tensors on `device`.
 
     Without a device, images stay planes in host memory, as for a transfer to a GPU (see `to_gpu.Staged`).
-    `host_steps` process each batch in the threads, before it goes to the device.
+    `host_steps` process each batch in the threads, before it goes to the device. With `in_processes`, videos are
+    decoded by as many processes as there are workers.
     One process is one rank. Rank r of w reads the r-th of w equal slices of each global batch.
     """
 
@@ -91,6 +93,7 @@ class Loader(StepPlanner):
         on_bad_frame: str = "raise",
         tier: str = "stream",
         decoded_on_gpu: bool = False,
+        in_processes: bool = False,
         host_steps: HostSteps | None = None,
     ):
         self.dataset = dataset
@@ -106,6 +109,7 @@ class Loader(StepPlanner):
         self.num_workers = num_workers
         self.device = None if device is None else torch.device(device)
         self.decoded_on_gpu, self.host_steps = decoded_on_gpu, host_steps
+        self.in_processes = in_processes and num_workers > 0 and not decoded_on_gpu
         self.pool_bytes = pool_bytes
         self.pool = Pool(pool_bytes)
         self.on_bad_frame = on_bad_frame
@@ -123,7 +127,9 @@ class Loader(StepPlanner):
 
     def steps(self, start: int, stop: int) -> Iterator[list[Batch]]:
         """The micro-batches of optimizer steps start ... stop - 1, prefetched by threads."""
-        self.pool = Pool(self.pool_bytes, self.device if self.decoded_on_gpu else None)
+        processes = DecodeProcesses(self.num_workers) if self.in_processes else None
+        memory = None if processes is None else processes.memory
+        self.pool = Pool(self.pool_bytes, self.device if self.decoded_on_gpu else None, memory)
         self._steps, grouped = range(start, stop), self._grouped
         batcher = Batcher(
             self.dataset,
@@ -147,6 +153,7 @@ class Loader(StepPlanner):
             prefetch=prefetched_groups(grouped * self._step_bytes),
             ahead=max(2, AHEAD_STEPS // grouped),
             counters=self._counters,
+            processes=processes,
         )
         numbers = start // grouped, -(-stop // grouped)
         with closing(feed.groups(*numbers)) as groups:  # its threads end when this iterator is closed

@@ -16,6 +16,7 @@ from flexor.core.machine import free_memory, gigabytes, usable_cores
 from flexor.data.dataset import Dataset
 from flexor.data.frames.cache import FrameCache
 from flexor.data.frames.cache_folders import CacheKey, disk_folder, free_bytes, list_caches, make_room
+from flexor.data.frames.decode_processes import processes_available
 from flexor.data.frames.gpu_cache import GPUFrameCache
 from flexor.data.loader.assemble import HostSteps
 from flexor.data.loader.choose_order import choose_order
@@ -25,6 +26,9 @@ from flexor.data.video.planes import JPEG_QUALITY, PlaneFormat
 
 JPEG_SHARE = 0.2  # of the raw size, about
 ENOUGH_CORES = 12  # per GPU: they decode as fast as the GPU's decoder does during training
+MANY_WORKERS = 3  # from which threads wait for each other, whatever the images
+SMALL_FRAME = 150_000  # bytes: decoding it takes about as long as what Python does for it
+LEAST_FRAMES = 10_000  # of a dataset: fewer are decoded sooner than processes start
 NVDEC_MEMORY = 40 << 30  # bytes of GPU memory from which a GPU has enough to spare for decoding and its pool
 
 
@@ -77,6 +81,7 @@ def open_loader(
         pool_bytes=pool // local,
         on_bad_frame=settings.on_bad_frame,
         decoded_on_gpu=on_gpu,
+        in_processes=bool(cameras) and decodes_in_processes(dataset, settings, cameras, tier, num_workers),
         host_steps=host_steps,
         **samples,
     )
@@ -108,6 +113,25 @@ def decodes_on_gpu(
         return False
     log.info("decoding videos on the GPU (--dataset.decoder=cpu decodes on the CPU)")
     return True
+
+
+def decodes_in_processes(
+    dataset: Dataset, settings: DatasetConfig, cameras: Sequence[str], tier: str, workers: int
+) -> bool:
+    """Whether the workers are processes: if requested; or if threads would wait for each other in Python."""
+    if settings.decode_in == "threads" or workers == 0:
+        return False
+    if not processes_available():
+        if settings.decode_in == "processes":
+            raise ConfigError("dataset.decode_in=processes needs Linux. Leave it out to decode in threads.")
+        return False
+    if settings.decode_in == "processes":
+        return True
+    videos = [camera for camera in cameras if dataset.store.is_video(camera)]
+    if tier != "stream" or len(videos) * len(dataset) < LEAST_FRAMES:
+        return False
+    largest = max(dataset.store.format(camera).nbytes for camera in cameras)
+    return workers >= MANY_WORKERS or largest <= SMALL_FRAME
 
 
 # The frame cache.

@@ -13,19 +13,34 @@ import threading
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Generator, Mapping
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Generic
 
 import numpy as np
 
 from flexor.core.errors import DatasetError, SourceError
+from flexor.data.frames.decode_processes import DecodeProcesses
 from flexor.data.frames.slots import Pool, Slot
 from flexor.data.frames.store import FrameStore
 from flexor.data.loader.step import Piece, StepGroup, StepPlanner, T
 from flexor.data.loader.threads import ReaderThreads
-from flexor.data.loader.work_time import WorkClock, count_seconds, work_clock
+from flexor.data.loader.work_time import NO_WORK, WorkClock, count_seconds, work_clock
+from flexor.data.video.decode_request import DecodeAnswer
 
 FRAMES = 32  # approximate number of frames of all cameras that are decoded with one request
+
+
+@dataclass(eq=False)
+class Decoding:
+    """Frames of one camera that are decoded together."""
+
+    pieces: list[Piece]
+    camera: str
+    ids: np.ndarray
+    slots: list[Any]
+    bad: dict[int, str] = field(default_factory=dict)
+    failure: BaseException | None = None
 
 
 class Prefetcher(Generic[T]):
@@ -43,14 +58,19 @@ class Prefetcher(Generic[T]):
         prefetch: int,
         ahead: int,
         counters: Counter[str],
+        processes: DecodeProcesses | None = None,
     ):
         """`assemble(group)` returns the jobs that fill its batches; `finish(group)` returns the batches after them.
         `prefetch`: groups that are assembled ahead of the loop; `ahead`: those planned, if the pool has room.
+        `processes` decode videos, into the pool's memory.
         """
         self.planner, self.store, self.pool = planner, store, pool
         self.assemble, self.finish = assemble, finish
         self.threads, self.prefetch, self.ahead = threads, max(1, prefetch), ahead
         self.counters = counters
+        self.processes = processes
+        cameras = planner.cameras if processes is not None else ()
+        self.in_processes = {camera for camera in cameras if store.is_video(camera)}
         self.pieces: dict[tuple, Piece] = {}
         self.request: list[Piece] = []  # planned, to be decoded together
         self.request_group = 0
@@ -84,6 +104,8 @@ class Prefetcher(Generic[T]):
             self.reader_threads.close()
             if planner_thread:
                 planner_thread.join()
+            if self.processes is not None:
+                self.processes.close()
 
     def _take(self, groups: deque[StepGroup[T]]) -> T:
         with self.changed:
@@ -241,31 +263,71 @@ class Prefetcher(Generic[T]):
         for camera in self.planner.cameras if request else ():
             pieces = [piece for piece in request if len(piece.ids.get(camera, ()))]
             if pieces:
-                self.reader_threads.submit((group, 1), partial(self._decode, pieces, camera))
+                job = partial(self._decode, pieces, camera)
+                if camera in self.in_processes:
+                    job = partial(self._request, pieces, camera, group)
+                    if not self.store.remote:
+                        job()  # reads nothing
+                        continue
+                self.reader_threads.submit((group, 1), job)
 
-    def _decode(self, pieces: list[Piece], camera: str) -> None:
-        started = decoded = work_clock()
+    def _request(self, pieces: list[Piece], camera: str, group: int) -> None:
+        """Let a process decode the frames of pieces."""
+        assert self.processes is not None
+        memory, started = self.processes.memory, work_clock()
         ids = np.concatenate([piece.ids[camera] for piece in pieces])
         slots: list[Any] = [slot for piece in pieces for slot in piece.slots[camera].values()]
+        offsets = np.fromiter(map(memory.offset, slots), np.int64, len(slots))
+        decoding = Decoding(pieces, camera, ids, slots)
+        try:
+            request, decoding.bad = self.store.decode_request(camera, ids, offsets)
+        except BaseException as error:
+            decoding.failure = error
+            self._decoded(decoding, work_clock().since(started))
+            return
+        reading = work_clock().since(started).read
+
+        def answered(answer: DecodeAnswer | BaseException) -> None:
+            work = NO_WORK
+            if isinstance(answer, BaseException):
+                decoding.failure = answer
+            else:
+                decoding.bad |= answer.bad
+                work = WorkClock(answer.wall_s + reading, answer.cpu_s, answer.read_s + reading)
+            self._decoded(decoding, work)
+
+        self.processes.submit((group,), request, answered)
+
+    def _decode(self, pieces: list[Piece], camera: str) -> None:
+        started = work_clock()
+        ids = np.concatenate([piece.ids[camera] for piece in pieces])
+        slots: list[Any] = [slot for piece in pieces for slot in piece.slots[camera].values()]
+        decoding = Decoding(pieces, camera, ids, slots)
         good: list[int] = []
-        bad: dict[int, str] = {}
-        failure: BaseException | None = None
         try:
             if self.pool.device is not None:
-                bad = self.store.decode_on_gpu(camera, ids, slots)
-                good = [i for i in range(len(ids)) if i not in bad]
+                decoding.bad = self.store.decode_on_gpu(camera, ids, slots)
             else:
-                bad = self.store.decode(camera, ids, slots.__getitem__, good.append)
-            decoded = work_clock()
-            self.store.add_to_cache(camera, ids[good], [slots[i] for i in good])
+                decoding.bad = self.store.decode(camera, ids, slots.__getitem__, good.append)
         except SourceError as error:  # the data can't be reached: that is not a bad frame
-            failure = error
+            decoding.failure = error
         except DatasetError as error:
-            bad = dict.fromkeys(set(range(len(ids))) - set(good), str(error))
+            decoding.bad = dict.fromkeys(set(range(len(ids))) - set(good), str(error))
         except BaseException as error:
-            failure = error
+            decoding.failure = error
+        self._decoded(decoding, work_clock().since(started))
+
+    def _decoded(self, decoding: Decoding, work: WorkClock) -> None:
+        """The frames of pieces are in their slots: the groups that wait for them may go on."""
+        ids, slots, camera, bad = decoding.ids, decoding.slots, decoding.camera, decoding.bad
+        good = [i for i in range(len(ids)) if i not in bad] if decoding.failure is None else []
+        started = work_clock()
+        try:
+            self.store.add_to_cache(camera, ids[good], [slots[i] for i in good])
+        except BaseException as error:
+            decoding.failure = error
+        keeping = work_clock().since(started)
         reasons = {int(ids[i]): reason for i, reason in bad.items()}
-        work, keeping = decoded.since(started), work_clock().since(decoded)
         with self.changed:
             self.counters["bad_frames"] += len(bad)
             self.counters["decoded"] += len(good)
@@ -280,9 +342,10 @@ class Prefetcher(Generic[T]):
             if self.pending_frames:
                 for frame in ids.tolist():
                     self.pending_frames.pop((camera, frame), None)
-            for piece in pieces:
-                piece.error = piece.error or failure
-                piece.bad[camera] = {f: reasons[f] for f in piece.ids[camera].tolist() if f in reasons}
+            for piece in decoding.pieces:
+                piece.error = piece.error or decoding.failure
+                frames = piece.ids[camera].tolist() if reasons else ()
+                piece.bad[camera] = {f: reasons[f] for f in frames if f in reasons}
                 piece.pending -= 1
                 if not piece.pending:
                     for group in piece.groups:

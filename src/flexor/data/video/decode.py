@@ -24,7 +24,17 @@ from flexor.data.storage.ranges import LocalRanges, Ranges
 from flexor.data.video.mp4 import Packets, Unsupported, broken, read_packets
 from flexor.data.video.open_file import MOST_PIXELS, open_video
 
-__all__ = ["VideoIndex", "bytes_read", "decode", "decode_frames", "index_video", "read_ahead"]
+__all__ = [
+    "VideoIndex",
+    "bytes_read",
+    "count_read",
+    "decode",
+    "decode_frames",
+    "index_video",
+    "packet_ranges",
+    "packets_together",
+    "read_ahead",
+]
 
 MAX_DECODERS = 8  # per thread; a dataset has one kind of stream per set of encoder settings
 
@@ -112,7 +122,7 @@ def decode_frames(
     waiting = {pts: i for i, pts in enumerate(index.frame_pts[frames].tolist())}
     assert len(waiting) == len(frames), "frames must be distinct"
     reason = "the decoder returns no frame"
-    for first, end, count in _packet_ranges(index, frames):
+    for first, end, count in packet_ranges(index, frames):
         pictures = _decoded(index, first, end, decoder_of or _decoder)
         for item in pictures:
             if isinstance(item, str):
@@ -129,7 +139,7 @@ def decode_frames(
 def read_ahead(index: VideoIndex, frames: np.ndarray) -> None:
     """Announce that these frames will be decoded soon, so that their packets are prefetched."""
     packets = index.packets
-    for first, end, _ in _packet_ranges(index, frames):
+    for first, end, _ in packet_ranges(index, frames):
         low = int(packets.offset[first:end].min())
         high = min(int((packets.offset[first:end] + packets.size[first:end]).max()), index.ranges.size)
         if low < high:
@@ -181,7 +191,7 @@ def _decode_starts(key: np.ndarray, pts: np.ndarray) -> np.ndarray:
     return keys[np.maximum(group - leading, 0)]
 
 
-def _packet_ranges(index: VideoIndex, frames: np.ndarray) -> list[tuple[int, int, int]]:
+def packet_ranges(index: VideoIndex, frames: np.ndarray) -> list[tuple[int, int, int]]:
     """Packet ranges to decode to get all of `frames`, and how many of them each has; adjacent ranges are merged."""
     ranges: list[tuple[int, int, int]] = []
     pairs = zip(index.start[frames].tolist(), (index.packet[frames] + 1).tolist())
@@ -226,19 +236,28 @@ def _drain(decoder: av.VideoCodecContext) -> list[av.VideoFrame]:
         return []
 
 
-def read_video_packets(index: VideoIndex, first: int, end: int) -> Iterator[tuple[int, av.Packet]]:
-    """Packets first..end-1 with their numbers; adjacent packets are read together."""
+def packets_together(index: VideoIndex, first: int, end: int) -> list[tuple[int, int]]:
+    """The bytes of packets first..end-1 as ranges of the file; adjacent packets are one range."""
     packets, total = index.packets, index.ranges.size
     # lists: for a few packets they are faster than arrays
     offset, size = packets.offset[first:end].tolist(), packets.size[first:end].tolist()
     low, high = min(offset), max(map(add, offset, size))
-    together = high - low <= 2 * sum(size) + (64 << 10) and high <= total
-    data = memoryview(index.ranges.read(low, high - low)) if together else None
-    _count_read(high - low if together else sum(size))
-    columns = zip(offset, size, packets.pts[first:end].tolist())
+    if high - low <= 2 * sum(size) + (64 << 10) and high <= total:
+        return [(low, high)]
+    return [(at, at + count) for at, count in zip(offset, size) if at + count <= total]
+
+
+def read_video_packets(index: VideoIndex, first: int, end: int) -> Iterator[tuple[int, av.Packet]]:
+    """Packets first..end-1 with their numbers; adjacent packets are read together."""
+    packets, total = index.packets, index.ranges.size
+    together = packets_together(index, first, end)
+    low, high = together[0] if len(together) == 1 else (0, 0)
+    data = memoryview(index.ranges.read(low, high - low)) if high else None
+    count_read(sum(high - low for low, high in together))
+    columns = zip(*(column[first:end].tolist() for column in (packets.offset, packets.size, packets.pts)))
     for number, (at, count, pts) in enumerate(columns, first):
-        if data is not None:
-            payload = data[at - low : at - low + count]
+        if low <= at and at + count <= high:
+            payload = data[at - low : at - low + count]  # type: ignore[index]
         else:  # a truncated packet: the decoder reports the error
             payload = memoryview(index.ranges.read(at, count) if at + count <= total else b"\xff")
         # Copied into an FFmpeg packet: decoders read beyond the end and need zeros there.
@@ -252,7 +271,8 @@ _read = 0
 _read_lock = threading.Lock()
 
 
-def _count_read(count: int) -> None:
+def count_read(count: int) -> None:
+    """Count bytes as read for decoding, by this process or one of its decode processes."""
     global _read
     with _read_lock:
         _read += count

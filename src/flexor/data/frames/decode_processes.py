@@ -1,0 +1,260 @@
+"""Processes that decode into shared memory, for a loader that has more cores than one interpreter can use.
+
+One thread sends requests and receives answers (see `video/decode_request.py`). Each process has a few requests at a
+time, so that it never waits for the next one. A process that dies fails what is requested from then on.
+"""
+
+from __future__ import annotations
+
+import heapq
+import mmap
+import os
+import pickle
+import selectors
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from bisect import bisect_right
+from collections import deque
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass, field
+from itertools import count
+
+import numpy as np
+
+from flexor.core.errors import FlexorError, SourceError
+from flexor.data.video.decode import count_read
+from flexor.data.video.decode_request import DecodeAnswer, DecodeRequest
+from flexor.data.video.decode_worker import IGNORED_SIGNALS, LENGTH, message
+
+__all__ = ["Answered", "DecodeProcesses", "SharedMemory", "processes_available"]
+
+AT_A_TIME = 2  # requests that a process has
+CHUNK = 1 << 20  # bytes received at once
+LAUNCH = "import sys; sys.path[:] = {path!r}; from flexor.data.video.decode_worker import main; main()"
+EXIT_S = 5.0  # to see how a process ended that closed its connection
+
+Answered = Callable[[DecodeAnswer | BaseException], None]
+"""What is called with the answer to a request, or with the error that prevents one."""
+
+
+def processes_available() -> bool:
+    """Whether this system can share memory with processes in the way that is needed here."""
+    return hasattr(os, "memfd_create") and bool(sys.executable)
+
+
+class SharedMemory:
+    """Memory that decode processes can write to. It has no name, so nothing stays behind, however a process ends."""
+
+    def __init__(self) -> None:
+        self.descriptor = os.memfd_create("flexor-frames", os.MFD_CLOEXEC)
+        self.size = 0
+        self._blocks: list[tuple[int, int]] = []  # address, offset; by address
+
+    def empty(self, shape: tuple[int, int]) -> np.ndarray:
+        """A new array of bytes, not initialised."""
+        nbytes = -(-shape[0] * shape[1] // mmap.PAGESIZE) * mmap.PAGESIZE
+        offset, self.size = self.size, self.size + nbytes
+        os.ftruncate(self.descriptor, self.size)
+        memory = np.frombuffer(mmap.mmap(self.descriptor, nbytes, offset=offset), np.uint8)
+        self._blocks = sorted([*self._blocks, (_address(memory), offset)])
+        return memory[: shape[0] * shape[1]].reshape(shape)
+
+    def offset(self, slot: np.ndarray) -> int:
+        """Where a part of one of its arrays begins."""
+        address = _address(slot)
+        block = bisect_right(self._blocks, (address, self.size)) - 1
+        begin, offset = self._blocks[block]
+        return offset + address - begin
+
+    def close(self) -> None:
+        """No further processes; its arrays stay usable."""
+        os.close(self.descriptor)
+
+
+def _address(array: np.ndarray) -> int:
+    address: int = array.__array_interface__["data"][0]
+    return address
+
+
+@dataclass(eq=False)
+class _Process:
+    """One process and its connection."""
+
+    number: int
+    process: subprocess.Popen[bytes]
+    connection: socket.socket
+    pending: deque[Answered] = field(default_factory=deque)
+    unsent: bytearray = field(default_factory=bytearray)
+    received: bytearray = field(default_factory=bytearray)
+
+    def messages(self) -> list[bytes]:
+        """The complete messages among what was received."""
+        complete, begin = [], 0
+        while len(self.received) - begin >= LENGTH.size:
+            end = begin + LENGTH.size + LENGTH.unpack_from(self.received, begin)[0]
+            if end > len(self.received):
+                break
+            complete.append(bytes(self.received[begin + LENGTH.size : end]))
+            begin = end
+        del self.received[:begin]
+        return complete
+
+
+class DecodeProcesses:
+    """Runs requests in processes, lowest priority number first. The processes start with the first request."""
+
+    def __init__(self, processes: int):
+        self.count = processes
+        self.memory = SharedMemory()
+        self._waiting: list[tuple[tuple[int, ...], int, bytes, Answered]] = []
+        self._tie = count()
+        self._lock = threading.Lock()
+        self._processes: list[_Process] = []
+        self._thread: threading.Thread | None = None
+        self._closing = False
+        self._wake, self._wakened = socket.socketpair()
+        self._wake.setblocking(False)
+
+    def submit(self, priority: tuple[int, ...], request: DecodeRequest, answered: Answered) -> None:
+        """`answered` is called by the thread of this object, soon."""
+        data = message(request)
+        with self._lock:
+            heapq.heappush(self._waiting, (priority, next(self._tie), data, answered))
+            if self._thread is None and not self._closing:
+                self._processes = [self._start(number) for number in range(self.count)]
+                self._thread = threading.Thread(target=self._run, name="loader-decode", daemon=True)
+                self._thread.start()
+        self._wake_up()
+
+    @property
+    def process_ids(self) -> list[int]:
+        return [process.process.pid for process in self._processes]
+
+    def close(self) -> None:
+        """End all processes; requests that are not answered yet are dropped."""
+        with self._lock:
+            self._closing = True
+        self._wake_up()
+        if self._thread is not None:
+            self._thread.join()
+        for process in self._processes:
+            process.connection.close()
+            process.process.kill()
+        for process in self._processes:
+            process.process.wait()
+        self._wake.close()
+        self._wakened.close()
+        self.memory.close()
+
+    def _start(self, number: int) -> _Process:
+        ours, theirs = socket.socketpair()
+        arguments = [str(theirs.fileno()), str(self.memory.descriptor), str(os.getpid())]
+        one_thread = {"OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1"}
+        # The process starts with these signals blocked: Ctrl-C must not end it before it can ignore them.
+        mask = signal.pthread_sigmask(signal.SIG_BLOCK, IGNORED_SIGNALS)
+        try:
+            process = subprocess.Popen(
+                [sys.executable, "-c", LAUNCH.format(path=sys.path), *arguments],
+                stdin=subprocess.DEVNULL,
+                pass_fds=(theirs.fileno(), self.memory.descriptor),
+                env=os.environ | one_thread,
+            )
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+            theirs.close()
+        ours.setblocking(False)
+        return _Process(number, process, ours)
+
+    def _wake_up(self) -> None:
+        with suppress(BlockingIOError, OSError):  # it is awake already, or has ended
+            self._wake.send(b"\0")
+
+    def _run(self) -> None:
+        with selectors.DefaultSelector() as selector:
+            selector.register(self._wakened, selectors.EVENT_READ)
+            for process in self._processes:
+                selector.register(process.connection, selectors.EVENT_READ, process)
+            while not self._closing:
+                try:
+                    self._hand_out()
+                    for process in self._processes:
+                        self._send(process, selector)
+                    for key, events in selector.select():
+                        if key.data is None:
+                            self._wakened.recv(CHUNK)
+                        elif events & selectors.EVENT_READ:
+                            self._receive(key.data)
+                except Exception as error:
+                    self._fail(error)
+                    return
+
+    def _hand_out(self) -> None:
+        """Give the waiting requests to the processes that have the fewest."""
+        with self._lock:
+            while self._waiting:
+                process = min(self._processes, key=lambda process: len(process.pending))
+                if len(process.pending) >= AT_A_TIME:
+                    return
+                _, _, data, answered = heapq.heappop(self._waiting)
+                process.pending.append(answered)
+                process.unsent += data
+
+    def _send(self, process: _Process, selector: selectors.BaseSelector) -> None:
+        try:
+            while process.unsent:
+                del process.unsent[: process.connection.send(process.unsent)]
+        except BlockingIOError:
+            pass
+        except OSError as error:
+            raise self._death(process) from error
+        events = selectors.EVENT_READ | (selectors.EVENT_WRITE if process.unsent else 0)
+        if selector.get_key(process.connection).events != events:
+            selector.modify(process.connection, events, process)
+
+    def _receive(self, process: _Process) -> None:
+        try:
+            data = process.connection.recv(CHUNK)
+        except BlockingIOError:
+            return
+        except OSError as error:
+            raise self._death(process) from error
+        if not data:
+            raise self._death(process)
+        process.received += data
+        for content in process.messages():
+            answer = pickle.loads(content)  # noqa: S301  (from a process of ours)
+            count_read(answer.bytes_read)
+            answered = process.pending.popleft()
+            if answer.failure is not None:
+                raise FlexorError(f"decode process {process.number} failed:\n{answer.failure}")
+            answered(SourceError(answer.unreachable) if answer.unreachable is not None else answer)
+
+    def _death(self, process: _Process) -> FlexorError:
+        with suppress(subprocess.TimeoutExpired):
+            process.process.wait(EXIT_S)
+        code = process.process.returncode
+        how = (
+            f"was killed by {signal.Signals(-code).name}" if code and code < 0 else f"ended with code {code}"
+        )
+        return FlexorError(
+            f"decode process {process.number} of {self.count} (process {process.process.pid}) {how}. If the machine "
+            f"is short of memory, use a smaller --num_workers, or decode in threads with "
+            f"--dataset.decode_in=threads."
+        )
+
+    def _fail(self, error: BaseException) -> None:
+        """All requests fail, also those that come later."""
+        while not self._closing:
+            with self._lock:
+                answered = [entry[-1] for entry in self._waiting]
+                self._waiting.clear()
+            for process in self._processes:
+                answered += process.pending
+                process.pending.clear()
+            for function in answered:
+                function(error)
+            self._wakened.recv(CHUNK)
