@@ -17,6 +17,7 @@ from flexor.core.batch import SAMPLE_ID
 from flexor.core.errors import DatasetError, FlexorError, SourceError
 from flexor.data.dataset import open_dataset
 from flexor.data.frames.decode_processes import DecodeProcesses, SharedMemory
+from flexor.data.frames.slots import Pool
 from flexor.data.loader.open import open_loader
 from flexor.data.settings import CacheConfig, DatasetConfig, OrderConfig
 from support.damage import overwrite_packets
@@ -181,10 +182,13 @@ def test_processes_that_are_not_needed_are_not_started(root):
 
 def test_slots_are_where_processes_find_them():
     memory = SharedMemory()
-    blocks = [memory.empty((5, 1000)), memory.empty((3, 5000))]
-    for number, row in enumerate([*blocks[0], *blocks[1]]):
-        row[:] = number + 1
-        assert os.pread(memory.descriptor, len(row), memory.offset(row)) == bytes(row)
+    pool = Pool(5000, memory=memory)
+    slots = [(size, number) for size in (1000, 700) for number in pool.take({size: 9}, force=True)[size]]
+    for value, (size, number) in enumerate(slots, 1):
+        pool.slot(size, number)[:] = value
+    for value, (size, number) in enumerate(slots, 1):
+        (offset,) = pool.offsets(size, np.array([number]))
+        assert os.pread(memory.descriptor, size, offset) == bytes([value]) * size
     memory.close()
 
 

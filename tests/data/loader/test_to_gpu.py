@@ -10,7 +10,9 @@ import torch
 from flexor.core.batch import SAMPLE_ID
 from flexor.data.dataset import Dataset, open_dataset
 from flexor.data.frames.gpu_cache import GPUFrameCache
+from flexor.data.frames.slots import Pool
 from flexor.data.frames.store import fill_cache
+from flexor.data.loader.decoded_frames import DecodedFrames
 from flexor.data.loader.loader import Loader
 from flexor.data.loader.open import open_loader
 from flexor.data.loader.step import Piece, StepGroup
@@ -94,14 +96,18 @@ def test_jpegs_are_decoded_by_several_threads(root):
     assert not torch.equal(raw, decoded) and (raw - decoded).abs().mean() < 3
 
 
+def nothing_decoded(store) -> DecodedFrames:
+    return DecodedFrames(store, Pool(0), [TOP])
+
+
 @pytest.mark.parametrize("tier", ["ram", "gpu"])
 def test_a_frame_is_staged_once_however_often_it_is_read(root, tier):
     loader = loader_of(root, tier, WINDOWS["window"])
     store = loader.dataset.store
     fill_cache(store, [TOP, WRIST], np.arange(3, 20), 1)
     ids = np.array([[3, 5, 6], [3, 3, 4], [6, 8, 9]])
-    _, (shots,) = FrameFinder(store, "raise", Counter()).find(
-        StepGroup(0, range(1), np.arange(3), {TOP: ids}, [None] * 3)
+    _, (shots,) = FrameFinder(store, nothing_decoded(store), "raise", Counter()).find(
+        StepGroup(0, range(1), np.arange(3), {TOP: ids}, [None] * 3, slots={TOP: np.full_like(ids, -1)})
     )
     (staged,), jobs = Stager(store, None, jobs=4).stage(shots, 3)
     for job in jobs:
@@ -120,9 +126,15 @@ def test_samples_that_replace_bad_ones_bring_their_own_frames(root, tmp_path):
 
     store, counters = open_dataset(root=copy).store, Counter()
     step = StepGroup(
-        0, range(1), np.arange(3), {TOP: np.array([[0], [6], [30]])}, [None] * 3, waits=[Piece({}, {}, 0)]
+        0,
+        range(1),
+        np.arange(3),
+        {TOP: np.array([[0], [6], [30]])},
+        [None] * 3,
+        waits=[Piece(0, {}, {}, 0)],
+        slots={TOP: np.full((3, 1), -1)},
     )
-    order, (shots,) = FrameFinder(store, "skip", counters).find(step)
+    order, (shots,) = FrameFinder(store, nothing_decoded(store), "skip", counters).find(step)
     assert order.tolist() == [0, 2, 2] and counters["skipped_samples"] == 1
     planes = torch.stack([torch.as_tensor(shots.planes(store, i, 0)) for i in range(3)])
     assert torch.equal(planes, planes_of(open_dataset(root=root), TOP, np.array([0, 30, 30])))

@@ -16,7 +16,6 @@ import socket
 import subprocess
 import sys
 import threading
-from bisect import bisect_right
 from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
@@ -52,32 +51,18 @@ class SharedMemory:
     def __init__(self) -> None:
         self.descriptor = os.memfd_create("flexor-frames", os.MFD_CLOEXEC)
         self.size = 0
-        self._blocks: list[tuple[int, int]] = []  # address, offset; by address
 
     def empty(self, shape: tuple[int, int]) -> np.ndarray:
-        """A new array of bytes, not initialised."""
+        """A new array of bytes, not initialised; it begins at the size so far."""
         nbytes = -(-shape[0] * shape[1] // mmap.PAGESIZE) * mmap.PAGESIZE
         offset, self.size = self.size, self.size + nbytes
         os.ftruncate(self.descriptor, self.size)
         memory = np.frombuffer(mmap.mmap(self.descriptor, nbytes, offset=offset), np.uint8)
-        self._blocks = sorted([*self._blocks, (_address(memory), offset)])
         return memory[: shape[0] * shape[1]].reshape(shape)
-
-    def offset(self, slot: np.ndarray) -> int:
-        """Where a part of one of its arrays begins."""
-        address = _address(slot)
-        block = bisect_right(self._blocks, (address, self.size)) - 1
-        begin, offset = self._blocks[block]
-        return offset + address - begin
 
     def close(self) -> None:
         """No further processes; its arrays stay usable."""
         os.close(self.descriptor)
-
-
-def _address(array: np.ndarray) -> int:
-    address: int = array.__array_interface__["data"][0]
-    return address
 
 
 @dataclass(eq=False)

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import sys
 import threading
+from bisect import bisect_right
+from typing import Any
 
 import numpy as np
 import torch
@@ -23,7 +25,7 @@ MOST_SLOTS = 1024  # of one block
 
 
 class Pool:
-    """Slots for frames. `used` never exceeds `budget`, except by slots taken with `force`.
+    """Slots for frames, by size and number. `used` never exceeds `budget`, except by slots taken with `force`.
 
     Slots are arrays in host memory, or tensors on the GPU if the GPU decodes.
     """
@@ -35,34 +37,92 @@ class Pool:
         self.memory = memory
         self.used = 0
         self.peak = 0
-        self._free: dict[int, list[Slot]] = {}
+        self._slots: dict[int, _SlotsOfSize] = {}
         self._lock = threading.Lock()
 
-    def take(self, sizes: dict[int, int], force: bool = False) -> dict[int, list[Slot]] | None:
-        """{bytes: count} -> that many slots of each size, or None if there is no room for all of them."""
+    def take(self, sizes: dict[int, int], force: bool = False) -> dict[int, np.ndarray] | None:
+        """{bytes: count} -> numbers of that many slots of each size, or None if there is no room for all of them."""
         need = sum(size * count for size, count in sizes.items())
         with self._lock:
             if self.used + need > self.budget and not force:
                 return None
             self.used += need
             self.peak = max(self.peak, self.used)
-            return {size: [self._slot(size) for _ in range(count)] for size, count in sizes.items()}
+            return {size: self._of(size).take(count) for size, count in sizes.items()}
 
-    def give(self, slots: list[Slot]) -> None:
+    def give(self, size: int, numbers: np.ndarray) -> None:
+        """These slots are not used any more."""
         with self._lock:
-            for slot in slots:
-                self.used -= len(slot)
-                self._free[len(slot)].append(slot)
+            self.used -= size * len(numbers)
+            self._of(size).free.append(numbers)
 
-    def _slot(self, size: int) -> Slot:
-        free = self._free.setdefault(size, [])
-        if not free:
-            shape = (max(1, min(BLOCK // size, MOST_SLOTS)), size)
-            if self.device is None:
-                free.extend(np.empty(shape, np.uint8) if self.memory is None else self.memory.empty(shape))
-            else:
-                free.extend(torch.empty(shape, dtype=torch.uint8, device=self.device))
-        return free.pop()
+    def slot(self, size: int, number: int) -> Slot:
+        """Its memory, uint8 [size]."""
+        return self._slots[size].slot(number)
+
+    def gather(self, size: int, numbers: np.ndarray, out: np.ndarray) -> None:
+        """Copy slots in host memory to `out`, uint8 [n, size]."""
+        slots = self._slots[size]
+        if len(slots.blocks) == 1 or (numbers < len(slots.blocks[0])).all():
+            np.take(slots.blocks[0], numbers, axis=0, out=out, mode="clip")  # others may run Python meanwhile
+            return
+        for row, number in zip(out, numbers.tolist()):
+            row[:] = slots.slot(number)
+
+    def offsets(self, size: int, numbers: np.ndarray) -> np.ndarray:
+        """Where slots begin in the shared memory."""
+        slots = self._slots[size]
+        block = np.searchsorted(slots.first, numbers, side="right") - 1
+        return np.array(slots.offsets)[block] + (numbers - np.array(slots.first)[block]) * size
+
+    def _of(self, size: int) -> _SlotsOfSize:
+        if size not in self._slots:
+            self._slots[size] = _SlotsOfSize(size, self.budget, self.device, self.memory)
+        return self._slots[size]
+
+
+class _SlotsOfSize:
+    """All slots of one size, in blocks. In host memory the first block has room for the whole budget: the system
+    gives a page to it when it is first written."""
+
+    def __init__(self, size: int, budget: int, device: torch.device | None, memory: SharedMemory | None):
+        self.size, self.device, self.memory = size, device, memory
+        self.blocks: list[Any] = []  # [n, size]
+        self.first: list[int] = []  # number of each block's first slot
+        self.offsets: list[int] = []  # of each block in shared memory
+        self.free: list[np.ndarray] = []
+        self._add_block(1 if device is not None else budget // size)
+
+    def take(self, count: int) -> np.ndarray:
+        parts: list[np.ndarray] = []
+        while count:
+            if not self.free:
+                self._add_block(count)
+            numbers = self.free.pop()
+            parts.append(numbers[:count])
+            if len(numbers) > count:
+                self.free.append(numbers[count:])
+            count -= len(parts[-1])
+        return np.concatenate(parts) if parts else np.empty(0, np.int64)
+
+    def slot(self, number: int) -> Slot:
+        block = bisect_right(self.first, number) - 1
+        slot: Slot = self.blocks[block][number - self.first[block]]
+        return slot
+
+    def _add_block(self, least: int) -> None:
+        count = max(1, min(BLOCK // self.size, MOST_SLOTS), least)
+        if self.device is not None:
+            block: Any = torch.empty((count, self.size), dtype=torch.uint8, device=self.device)
+        elif self.memory is not None:
+            self.offsets.append(self.memory.size)
+            block = self.memory.empty((count, self.size))
+        else:
+            block = np.empty((count, self.size), np.uint8)
+        first = self.first[-1] + len(self.blocks[-1]) if self.blocks else 0
+        self.blocks.append(block)
+        self.first.append(first)
+        self.free.append(np.arange(first, first + count))
 
 
 class Buffers:

@@ -7,7 +7,7 @@ frames. Frames are stored as planes, as the decoder outputs them (see `planes.py
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any, Protocol
@@ -294,23 +294,27 @@ class FrameStore:
 
         Positions of episodes that can't be read at all go to `bad`.
         """
-        episodes: dict[int, list[int]] = {}
-        for place, episode in enumerate(self.episode_of(ids).tolist()):
-            episodes.setdefault(episode, []).append(place)
         files: dict[object, tuple[Any, list[np.ndarray], list[int]]] = {}
-        for episode, places in episodes.items():
+        for episode, places in self._by_episode(ids):
             clip, frames = self.clips[camera, episode], ids[places] - self.first_frame_of(episode)
             try:
                 file, decode, numbers = clip.request(frames)
             except SourceError:
                 raise
             except DatasetError as error:
-                bad |= dict.fromkeys(places, str(error))
+                bad |= dict.fromkeys(places.tolist(), str(error))
                 continue
             _, frame_numbers, positions = files.setdefault(file, (decode, [], []))
             frame_numbers.append(numbers)
-            positions += places
+            positions += places.tolist()
         return [(decode, np.concatenate(parts), positions) for decode, parts, positions in files.values()]
+
+    def _by_episode(self, ids: np.ndarray) -> Iterator[tuple[int, np.ndarray]]:
+        """The positions in ids of frames of each episode; an episode may come several times."""
+        episodes = self.episode_of(ids)
+        first = np.flatnonzero(np.append(True, episodes[1:] != episodes[:-1])) if len(ids) else np.arange(0)
+        for begin, end in zip(first.tolist(), [*first[1:].tolist(), len(ids)]):
+            yield int(episodes[begin]), np.arange(begin, end)
 
     def _format(self, clip: Clip, frame: av.VideoFrame) -> PlaneFormat:
         depth = clip.feature.depth

@@ -19,6 +19,7 @@ from torch import Tensor
 from flexor.core.batch import SAMPLE_WEIGHT, VALID_STEPS, Batch
 from flexor.data.dataset import Dataset
 from flexor.data.frames.slots import Buffers
+from flexor.data.loader.decoded_frames import DecodedFrames
 from flexor.data.loader.packed import Packed, pack
 from flexor.data.loader.step import StepGroup
 from flexor.data.loader.step_frames import FrameFinder, StepFrames
@@ -53,6 +54,7 @@ class Batcher:
         self,
         dataset: Dataset,
         deltas: Mapping[str, Sequence[int]],
+        frames: DecodedFrames,
         *,
         batch_size: int,
         device: torch.device | None,
@@ -67,7 +69,7 @@ class Batcher:
         self.batch_size, self.device, self.jobs = batch_size, device, max(1, jobs)
         self.host_steps = host_steps
         self.valid_steps, self.weight_scale = valid_steps, weight_scale
-        self.frame_finder = FrameFinder(dataset.store, on_bad_frame, counters)
+        self.frame_finder = FrameFinder(dataset.store, frames, on_bad_frame, counters)
         self.buffers = Buffers()
         cuda = device is not None and device.type == "cuda"
         self.stream = torch.cuda.Stream(device) if cuda else None

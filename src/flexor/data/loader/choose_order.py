@@ -34,6 +34,7 @@ UNITS_PER_LANE = 2  # minimum in the pool at a time
 LANE_UNITS = 20  # minimum per lane: units at the border of two lanes are decoded twice
 POOL_FILL = 1.25  # planned samples, relative to the pool's capacity: lanes release frames at different times
 REMOTE_UNIT = 1 << 20  # minimum bytes per request over a network
+UNIT_BYTES = 256 << 10  # of frames; what Python does for a unit costs as much as decoding some small frames
 INDEXERS = 8  # threads
 
 
@@ -55,7 +56,7 @@ def choose_order(
     uniform = [UniformOrder(len(part.samples), part_seed) for part, part_seed in zip(parts, seeds)]
     if order.kind == "uniform" or not deltas:
         return _joined(dataset, parts, uniform), order, pool_budget(settings.cache, LEAST_POOL)
-    unit = order.unit or _least_unit(dataset)
+    unit = order.unit or _least_unit(dataset, list(deltas), batch)
     units = [units_of(part.dataset, deltas, drop_last_frames, unit, settings.on_bad_frame) for part in parts]
     total_weight = sum(part.weight for part in parts)
     shares = [part.weight / total_weight for part in parts]
@@ -170,11 +171,14 @@ def units_of(
     )
 
 
-def _least_unit(dataset: Dataset) -> int:
-    """Minimum samples per unit: over a network a unit must be large enough, unless all videos fit in the cache."""
+def _least_unit(dataset: Dataset, cameras: Sequence[str], batch: int) -> int:
+    """Minimum samples per unit. Several small images are decoded together, as long as there are enough units for a
+    lane per sample of a batch. Over a network a unit must be large enough, unless all videos fit in the cache."""
+    nbytes = sum(dataset.store.format(camera).nbytes for camera in cameras)
+    small = min(UNIT_BYTES // nbytes, len(dataset) // (LANE_UNITS * batch))
     if dataset.stays_here:
-        return 1
-    return max(1, REMOTE_UNIT // max(1, dataset.video_bytes // len(dataset)))
+        return max(1, small)
+    return max(1, small, REMOTE_UNIT // max(1, dataset.video_bytes // len(dataset)))
 
 
 def bytes_per_sample(

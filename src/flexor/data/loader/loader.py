@@ -25,6 +25,7 @@ from flexor.data.format.windows import window_rows
 from flexor.data.frames.decode_processes import DecodeProcesses
 from flexor.data.frames.slots import Pool
 from flexor.data.loader.assemble import Batcher, HostSteps, to_tensors
+from flexor.data.loader.decoded_frames import DecodedFrames
 from flexor.data.loader.prefetch import Prefetcher
 from flexor.data.loader.step import RemainingUnit, StepPlanner
 from flexor.data.loader.work_time import work_since
@@ -130,10 +131,12 @@ class Loader(StepPlanner):
         processes = DecodeProcesses(self.num_workers) if self.in_processes else None
         memory = None if processes is None else processes.memory
         self.pool = Pool(self.pool_bytes, self.device if self.decoded_on_gpu else None, memory)
+        frames = DecodedFrames(self.dataset.store, self.pool, self.cameras)
         self._steps, grouped = range(start, stop), self._grouped
         batcher = Batcher(
             self.dataset,
             self.deltas,
+            frames,
             batch_size=self.batch_size,
             device=self.device,
             host_steps=self.host_steps,
@@ -146,7 +149,7 @@ class Loader(StepPlanner):
         feed: Prefetcher[list[list[Batch] | Exception]] = Prefetcher(
             self,
             self.dataset.store,
-            self.pool,
+            frames,
             batcher.start,
             batcher.finish,
             threads=self.num_workers,

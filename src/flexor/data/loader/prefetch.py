@@ -15,20 +15,24 @@ from collections import Counter, deque
 from collections.abc import Callable, Generator, Mapping
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import count
 from typing import Any, Generic
 
 import numpy as np
 
 from flexor.core.errors import DatasetError, SourceError
 from flexor.data.frames.decode_processes import DecodeProcesses
-from flexor.data.frames.slots import Pool, Slot
 from flexor.data.frames.store import FrameStore
+from flexor.data.loader.decoded_frames import DecodedFrames
 from flexor.data.loader.step import Piece, StepGroup, StepPlanner, T
 from flexor.data.loader.threads import ReaderThreads
 from flexor.data.loader.work_time import NO_WORK, WorkClock, count_seconds, work_clock
 from flexor.data.video.decode_request import DecodeAnswer
 
 FRAMES = 32  # approximate number of frames of all cameras that are decoded with one request
+REQUEST_BYTES = (
+    1 << 20
+)  # of these frames, for a process: a request costs the interpreter as much as many small frames
 
 
 @dataclass(eq=False)
@@ -38,9 +42,14 @@ class Decoding:
     pieces: list[Piece]
     camera: str
     ids: np.ndarray
-    slots: list[Any]
+    slots: np.ndarray
     bad: dict[int, str] = field(default_factory=dict)
     failure: BaseException | None = None
+
+    @classmethod
+    def of(cls, pieces: list[Piece], camera: str) -> Decoding:
+        ids = np.concatenate([piece.ids[camera] for piece in pieces])
+        return cls(pieces, camera, ids, np.concatenate([piece.slots[camera] for piece in pieces]))
 
 
 class Prefetcher(Generic[T]):
@@ -50,7 +59,7 @@ class Prefetcher(Generic[T]):
         self,
         planner: StepPlanner,
         store: FrameStore,
-        pool: Pool,
+        frames: DecodedFrames,
         assemble: Callable[[StepGroup[T]], list[Callable[[], None]]],
         finish: Callable[[StepGroup[T]], T],
         *,
@@ -64,7 +73,7 @@ class Prefetcher(Generic[T]):
         `prefetch`: groups that are assembled ahead of the loop; `ahead`: those planned, if the pool has room.
         `processes` decode videos, into the pool's memory.
         """
-        self.planner, self.store, self.pool = planner, store, pool
+        self.planner, self.store, self.frames, self.pool = planner, store, frames, frames.pool
         self.assemble, self.finish = assemble, finish
         self.threads, self.prefetch, self.ahead = threads, max(1, prefetch), ahead
         self.counters = counters
@@ -72,7 +81,9 @@ class Prefetcher(Generic[T]):
         cameras = planner.cameras if processes is not None else ()
         self.in_processes = {camera for camera in cameras if store.is_video(camera)}
         self.pieces: dict[tuple, Piece] = {}
+        self.piece_numbers = count()
         self.request: list[Piece] = []  # planned, to be decoded together
+        self.request_frames = self.request_bytes = 0
         self.request_group = 0
         self.pending_frames: dict[tuple[str, int], Piece] = {}  # frames that will be cached, by camera and id
         self.planned: deque[StepGroup[T]] = deque()
@@ -201,7 +212,7 @@ class Prefetcher(Generic[T]):
         if not self._reserve(piece):
             if self.closing:
                 return None
-            self._take_slots(piece, force=True)  # this group needs them
+            self.frames.add(piece, force=True)  # this group needs them
         self.counters["misses"] += missing
         self._submit(piece, group)
         return piece
@@ -209,16 +220,16 @@ class Prefetcher(Generic[T]):
     def _piece(self, windows: Mapping[str, np.ndarray], last: int) -> Piece:
         ids, uses = {}, {}
         for camera, window in windows.items():
-            count = Counter(window.ravel().tolist())
-            frames = np.array(sorted(count), np.int64)
-            ids[camera] = frames[~self.store.is_cached(camera, frames)] if self.store.caches else frames
-            uses[camera] = {frame: count[frame] for frame in ids[camera].tolist()}
-        return Piece(ids, uses, last)
+            ids[camera], uses[camera] = distinct_counts(window)
+            if self.store.caches:
+                missing = ~self.store.is_cached(camera, ids[camera])
+                ids[camera], uses[camera] = ids[camera][missing], uses[camera][missing]
+        return Piece(next(self.piece_numbers), ids, uses, last)
 
     def _reserve(self, piece: Piece) -> bool:
         """Wait for room for a piece; False if there will be none."""
         with self.changed:
-            while not self._take_slots(piece) and not self.closing:
+            while not self.frames.add(piece) and not self.closing:
                 self._start()  # other threads may be waiting for the pieces planned so far
                 if not self.outstanding:  # no earlier group will free room
                     return False
@@ -226,18 +237,6 @@ class Prefetcher(Generic[T]):
                 self.changed.wait()
                 count_seconds(self.counters, wait_slots_s=time.perf_counter() - started)
             return not self.closing
-
-    def _take_slots(self, piece: Piece, force: bool = False) -> bool:
-        sizes: Counter[int] = Counter()
-        for camera, frames in piece.ids.items():
-            sizes[self.store.format(camera).nbytes] += len(frames)
-        slots = self.pool.take(sizes, force)
-        if slots is None:
-            return False
-        for camera, frames in piece.ids.items():
-            free = slots[self.store.format(camera).nbytes]
-            piece.slots[camera] = {frame: free.pop() for frame in frames.tolist()}
-        return True
 
     # Decoding.
 
@@ -255,11 +254,16 @@ class Prefetcher(Generic[T]):
                 count_seconds(self.counters, read_s=read)
         self.request.append(piece)
         self.request_group = group
-        if sum(len(frames) for piece in self.request for frames in piece.ids.values()) >= FRAMES:
+        for camera, frames in piece.ids.items():
+            self.request_frames += len(frames)
+            self.request_bytes += len(frames) * self.store.format(camera).nbytes
+        enough = REQUEST_BYTES if self.in_processes else 0
+        if self.request_frames >= FRAMES and self.request_bytes >= enough:
             self._start()
 
     def _start(self) -> None:
         request, group, self.request = self.request, self.request_group, []
+        self.request_frames = self.request_bytes = 0
         for camera in self.planner.cameras if request else ():
             pieces = [piece for piece in request if len(piece.ids.get(camera, ()))]
             if pieces:
@@ -274,13 +278,10 @@ class Prefetcher(Generic[T]):
     def _request(self, pieces: list[Piece], camera: str, group: int) -> None:
         """Let a process decode the frames of pieces."""
         assert self.processes is not None
-        memory, started = self.processes.memory, work_clock()
-        ids = np.concatenate([piece.ids[camera] for piece in pieces])
-        slots: list[Any] = [slot for piece in pieces for slot in piece.slots[camera].values()]
-        offsets = np.fromiter(map(memory.offset, slots), np.int64, len(slots))
-        decoding = Decoding(pieces, camera, ids, slots)
+        decoding, started = Decoding.of(pieces, camera), work_clock()
         try:
-            request, decoding.bad = self.store.decode_request(camera, ids, offsets)
+            offsets = self.frames.offsets(camera, decoding.slots)
+            request, decoding.bad = self.store.decode_request(camera, decoding.ids, offsets)
         except BaseException as error:
             decoding.failure = error
             self._decoded(decoding, work_clock().since(started))
@@ -300,9 +301,8 @@ class Prefetcher(Generic[T]):
 
     def _decode(self, pieces: list[Piece], camera: str) -> None:
         started = work_clock()
-        ids = np.concatenate([piece.ids[camera] for piece in pieces])
-        slots: list[Any] = [slot for piece in pieces for slot in piece.slots[camera].values()]
-        decoding = Decoding(pieces, camera, ids, slots)
+        decoding = Decoding.of(pieces, camera)
+        ids, slots = decoding.ids, self._planes(decoding)
         good: list[int] = []
         try:
             if self.pool.device is not None:
@@ -317,20 +317,26 @@ class Prefetcher(Generic[T]):
             decoding.failure = error
         self._decoded(decoding, work_clock().since(started))
 
+    def _planes(self, decoding: Decoding) -> list[Any]:
+        return [self.frames.planes(decoding.camera, slot) for slot in decoding.slots.tolist()]
+
     def _decoded(self, decoding: Decoding, work: WorkClock) -> None:
         """The frames of pieces are in their slots: the groups that wait for them may go on."""
-        ids, slots, camera, bad = decoding.ids, decoding.slots, decoding.camera, decoding.bad
-        good = [i for i in range(len(ids)) if i not in bad] if decoding.failure is None else []
+        ids, camera, bad = decoding.ids, decoding.camera, decoding.bad
+        good = 0 if decoding.failure is not None else len(ids) - len(bad)
         started = work_clock()
-        try:
-            self.store.add_to_cache(camera, ids[good], [slots[i] for i in good])
-        except BaseException as error:
-            decoding.failure = error
+        if self.store.caches and good:
+            try:
+                fine = [i for i in range(len(ids)) if i not in bad]
+                planes = self._planes(decoding)
+                self.store.add_to_cache(camera, ids[fine], [planes[i] for i in fine])
+            except BaseException as error:
+                decoding.failure = error
         keeping = work_clock().since(started)
         reasons = {int(ids[i]): reason for i, reason in bad.items()}
         with self.changed:
             self.counters["bad_frames"] += len(bad)
-            self.counters["decoded"] += len(good)
+            self.counters["decoded"] += good
             self.counters["decode_us"] += round(1e6 * (work.cpu + keeping.cpu))
             count_seconds(
                 self.counters,
@@ -344,8 +350,9 @@ class Prefetcher(Generic[T]):
                     self.pending_frames.pop((camera, frame), None)
             for piece in decoding.pieces:
                 piece.error = piece.error or decoding.failure
-                frames = piece.ids[camera].tolist() if reasons else ()
-                piece.bad[camera] = {f: reasons[f] for f in frames if f in reasons}
+                if reasons:
+                    of_piece = {f: reasons[f] for f in piece.ids[camera].tolist() if f in reasons}
+                    piece.bad |= {camera: of_piece} if of_piece else {}
                 piece.pending -= 1
                 if not piece.pending:
                     for group in piece.groups:
@@ -373,6 +380,8 @@ class Prefetcher(Generic[T]):
             for piece in group.pieces:
                 if piece is not None and piece.error is not None:
                     raise piece.error
+            for camera, ids in group.ids.items():
+                group.slots[camera] = self.frames.find(camera, group.piece_numbers, ids)
             jobs = self.assemble(group)
         except BaseException as error:
             group.result.set_exception(error)
@@ -419,16 +428,20 @@ class Prefetcher(Generic[T]):
 
     def _release(self, group: StepGroup[T]) -> None:
         """Release frames that no later sample reads."""
-        unused: list[Slot] = []
+        for camera, ids in group.ids.items():
+            self.frames.read(camera, group.piece_numbers, ids)
         with self.changed:
-            for i, piece in enumerate(group.pieces):
-                for camera in piece.ids if piece is not None else ():
-                    unused += piece.read(camera, group.ids[camera][i].tolist())  # type: ignore[union-attr]
             self.outstanding.remove(group.number)
             oldest = min(self.outstanding, default=group.number + 1)
             for key in [key for key, piece in self.pieces.items() if piece.last < oldest]:
-                for slots in self.pieces.pop(key).slots.values():
-                    unused += slots.values()  # another rank reads the rest of it
-                    self.counters["evictions"] += len(slots)
-            self.pool.give(unused)
+                # another rank reads the rest of it
+                self.counters["evictions"] += self.frames.remove(self.pieces.pop(key))
             self.changed.notify_all()
+
+
+def distinct_counts(values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """The distinct values, ascending, and how often each occurs."""
+    ordered = np.sort(values, axis=None)
+    if (ordered[1:] > ordered[:-1]).all():
+        return ordered, np.ones(len(ordered), np.int64)
+    return np.unique(ordered, return_counts=True)

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from concurrent.futures import Future
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any, Generic, TypeVar
 
 import numpy as np
 
-from flexor.data.frames.slots import Slot
 from flexor.data.loader.work_time import NO_WORK, WorkClock
 
 T = TypeVar("T")
@@ -18,35 +18,23 @@ T = TypeVar("T")
 class Piece:
     """Frames of one unit while they are needed. Per camera:"""
 
+    number: int
+    """Later pieces have higher numbers."""
     ids: dict[str, np.ndarray]
     """Distinct and ascending: frames that are not cached and must be decoded."""
-    uses: dict[str, dict[int, int]]
-    """How often each frame will still be read."""
+    uses: dict[str, np.ndarray]
+    """How often each frame will be read."""
     last: int
     """The last group of steps that reads any of its frames."""
-    slots: dict[str, dict[int, Slot]] = field(default_factory=dict)
-    """The planes of each frame, while it is still needed."""
+    slots: dict[str, np.ndarray] = field(default_factory=dict)
+    """The numbers of the slots that its frames are decoded into."""
     bad: dict[str, dict[int, str]] = field(default_factory=dict)
-    """Frames that can't be decoded, and why."""
+    """Frames that can't be decoded, and why; only cameras that have any."""
     pending: int = 0
     """Cameras that are not decoded yet."""
     groups: list[StepGroup] = field(default_factory=list)
     """Those that wait for this piece."""
     error: BaseException | None = None
-
-    def find(self, camera: str, frame: int) -> Slot | None:
-        """A frame's planes, if the piece has it."""
-        return self.slots[camera].get(frame) if camera in self.slots else None
-
-    def read(self, camera: str, frames: list[int]) -> list[Slot]:
-        """Count these as read; returns the slots that will not be read again."""
-        uses, slots, done = self.uses[camera], self.slots[camera], []
-        for frame in frames:
-            if frame in uses:
-                uses[frame] -= 1
-                if uses[frame] == 0:
-                    done.append(slots.pop(frame))
-        return done
 
 
 @dataclass(eq=False)
@@ -60,6 +48,8 @@ class StepGroup(Generic[T]):
     pieces: list[Piece | None]  # [b] the piece with a sample's frames; None: all are cached
     waits: list[Piece] = field(default_factory=list)
     """Pieces whose frames will be cached when this group is assembled; it reads them from the cache."""
+    slots: dict[str, np.ndarray] = field(default_factory=dict)
+    """Per camera, the slots of decoded frames [b, T], when all are there; -1 for others."""
     images: dict[str, list[Any]] = field(default_factory=dict)
     """Per camera, one entry for each micro-batch of each step."""
     result: Future[T] = field(default_factory=Future)
@@ -67,6 +57,11 @@ class StepGroup(Generic[T]):
     """Number of pieces that are not decoded yet."""
     processing: WorkClock = NO_WORK
     """Time spent in host steps."""
+
+    @cached_property
+    def piece_numbers(self) -> np.ndarray:
+        """Of each sample [b, 1]; -1: none."""
+        return np.array([-1 if piece is None else piece.number for piece in self.pieces])[:, None]
 
 
 @dataclass

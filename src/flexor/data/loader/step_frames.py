@@ -17,6 +17,7 @@ from torch import Tensor
 from flexor.core.errors import DatasetError
 from flexor.data.frames.slots import Slot
 from flexor.data.frames.store import FrameStore
+from flexor.data.loader.decoded_frames import DecodedFrames
 from flexor.data.loader.step import Piece, StepGroup
 
 Replacements = dict[tuple[int, int], np.ndarray]
@@ -29,32 +30,37 @@ class StepFrames:
 
     camera: str
     ids: np.ndarray  # [b, T] frames
-    pieces: list[Piece | None]  # [b] pieces that may contain them
+    slots: np.ndarray  # [b, T] slots of those that were decoded for these steps; -1 for others
+    frames: DecodedFrames
     replacements: Replacements
 
     @cached_property
     def all_cached(self) -> bool:
         """Whether all frames are in the store's cache: nothing was decoded or replaced for these steps."""
-        return not self.replacements and not any(piece is not None for piece in self.pieces)
+        return not self.replacements and bool((self.slots < 0).all())
+
+    @cached_property
+    def all_decoded(self) -> bool:
+        """Whether all frames were decoded for these steps, and none was replaced."""
+        return not self.replacements and bool((self.slots >= 0).all())
 
     def planes(self, store: FrameStore, i: int, t: int) -> Slot:
         """The planes of a frame; read-only."""
         if (i, t) in self.replacements:
             return self.replacements[i, t]
-        slot = self.decoded(i, t)
-        return store.view(self.camera, int(self.ids[i, t])) if slot is None else slot
-
-    def decoded(self, i: int, t: int) -> Slot | None:
-        """The frame as decoded for these steps, or None."""
-        piece = self.pieces[i]
-        return piece.find(self.camera, int(self.ids[i, t])) if piece is not None else None
+        slot = int(self.slots[i, t])
+        return (
+            store.view(self.camera, int(self.ids[i, t]))
+            if slot < 0
+            else self.frames.planes(self.camera, slot)
+        )
 
 
 class FrameFinder:
     """Finds the frames of steps, and replacements for bad frames."""
 
-    def __init__(self, store: FrameStore, on_bad_frame: str, counters: Counter[str]):
-        self.store, self.on_bad_frame, self.counters = store, on_bad_frame, counters
+    def __init__(self, store: FrameStore, frames: DecodedFrames, on_bad_frame: str, counters: Counter[str]):
+        self.store, self.frames, self.on_bad_frame, self.counters = store, frames, on_bad_frame, counters
         self._reported: set[tuple[str, int]] = set()
         self._lock = threading.Lock()
 
@@ -67,8 +73,9 @@ class FrameFinder:
         order = np.arange(len(group.rows))
         replacements: dict[str, Replacements] = {camera: {} for camera in group.ids}
         broken: set[int] = set()
-        for i, piece in enumerate(group.pieces):
-            for camera, reasons in piece.bad.items() if piece is not None else ():
+        have_bad_frames = {piece for piece in {*group.pieces} if piece is not None and piece.bad}
+        for i, piece in enumerate(group.pieces if have_bad_frames else ()):
+            for camera, reasons in piece.bad.items() if piece in have_bad_frames else ():
                 for t, frame in enumerate(group.ids[camera][i].tolist()):
                     if frame in reasons:
                         self._replace(replacements[camera], (i, t), camera, frame, reasons[frame], piece)
@@ -81,8 +88,10 @@ class FrameFinder:
             replacements = {camera: _reordered(by_place, order) for camera, by_place in replacements.items()}
         elif broken:
             self.counters["substituted_samples"] += len(broken)
-        pieces = [group.pieces[i] for i in order]
-        return order, [StepFrames(c, ids[order], pieces, replacements[c]) for c, ids in group.ids.items()]
+        return order, [
+            StepFrames(camera, ids[order], group.slots[camera][order], self.frames, replacements[camera])
+            for camera, ids in group.ids.items()
+        ]
 
     def _skip(self, order: np.ndarray, samples: list[int], broken: set[int], step: int) -> None:
         """Replace the broken ones of the samples of a step."""
@@ -133,7 +142,7 @@ class FrameFinder:
             missing = ~self.store.is_cached(camera, ids.ravel()).reshape(ids.shape)
             for i, t in np.argwhere(missing).tolist():
                 piece, frame = group.pieces[i], int(ids[i, t])
-                if (piece is not None and frame in piece.uses[camera]) or (i, t) in replacements[camera]:
+                if (piece is not None and frame in piece.ids[camera]) or (i, t) in replacements[camera]:
                     continue
                 planes = np.empty(self.store.format(camera).nbytes, np.uint8)
                 bad = self.store.decode(camera, np.array([frame]), [planes].__getitem__)
@@ -154,8 +163,10 @@ class FrameFinder:
         for candidate in sorted(candidates, key=lambda candidate: abs(candidate - frame)):
             if candidate == frame or candidate in bad:
                 continue
-            slot = piece.find(camera, candidate) if piece is not None else None
-            if slot is not None:
+            numbers = np.array([-1 if piece is None else piece.number])
+            (number,) = self.frames.find(camera, numbers, np.array([candidate])).tolist()
+            if number >= 0:
+                slot = self.frames.planes(camera, number)
                 return slot.cpu().numpy() if isinstance(slot, Tensor) else slot.copy()
             if store.is_cached(camera, np.array([candidate]))[0]:
                 store.gather(camera, np.array([candidate]), planes[None])

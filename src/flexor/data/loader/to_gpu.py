@@ -121,17 +121,14 @@ class Stager:
 
     def _kinds(self, frames: StepFrames, places: np.ndarray, cached_kind: int) -> np.ndarray:
         """Where each frame is; `cached_kind` for cached ones. [n]"""
-        if frames.all_cached:
-            return np.full(len(places), cached_kind)
-        return np.array([self._kind(frames, cached_kind, i, t) for i, t in places.tolist()])
-
-    def _kind(self, frames: StepFrames, cached_kind: int, i: int, t: int) -> int:
-        if (i, t) in frames.replacements:
-            return HOST
-        slot = frames.decoded(i, t)
-        if slot is None:
-            return cached_kind
-        return DECODED if isinstance(slot, Tensor) else HOST
+        kinds = np.full(len(places), cached_kind)
+        if not frames.all_cached:
+            decoded = frames.slots[tuple(places.T)] >= 0
+            kinds[decoded] = HOST if frames.frames.pool.device is None else DECODED
+        for k, place in enumerate(places.tolist() if frames.replacements else ()):
+            if tuple(place) in frames.replacements:
+                kinds[k] = HOST
+        return kinds
 
     def _memory(self, rows: int, nbytes: int) -> Tensor:
         if self.stream is None:
@@ -152,6 +149,9 @@ class Stager:
     def _copy(self, frames: StepFrames, places: np.ndarray, out: np.ndarray) -> None:
         if frames.all_cached:
             self.store.gather(frames.camera, frames.ids[tuple(places.T)], out)
+            return
+        if frames.all_decoded and frames.frames.pool.device is None:
+            frames.frames.gather(frames.camera, frames.slots[tuple(places.T)], out)
             return
 
         def copy() -> None:

@@ -193,15 +193,15 @@ def _decode_starts(key: np.ndarray, pts: np.ndarray) -> np.ndarray:
 
 def packet_ranges(index: VideoIndex, frames: np.ndarray) -> list[tuple[int, int, int]]:
     """Packet ranges to decode to get all of `frames`, and how many of them each has; adjacent ranges are merged."""
-    ranges: list[tuple[int, int, int]] = []
-    pairs = zip(index.start[frames].tolist(), (index.packet[frames] + 1).tolist())
-    for first, end in sorted(pairs):
-        if ranges and first <= ranges[-1][1]:
-            begin, last, count = ranges[-1]
-            ranges[-1] = (begin, max(last, end), count + 1)
-        else:
-            ranges.append((first, end, 1))
-    return ranges
+    if not len(frames):
+        return []
+    order = np.argsort(index.start[frames], kind="stable")
+    first = index.start[frames][order]
+    end = np.maximum.accumulate(index.packet[frames][order] + 1)
+    begins = np.flatnonzero(np.append(True, first[1:] > end[:-1]))
+    edges = np.append(begins, len(frames))
+    columns = first[begins], end[edges[1:] - 1], np.diff(edges)
+    return list(zip(*(column.tolist() for column in columns)))
 
 
 def _decoded(

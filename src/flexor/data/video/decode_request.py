@@ -79,9 +79,10 @@ def frames_of_file(
 ) -> FramesOfFile:
     """frames[i], a number in the file, belongs at offsets[i] and is number places[i] of the request."""
     order = np.argsort(frames, kind="stable")
-    distinct, first = np.unique(frames[order], return_index=True)
-    edges = np.append(first, len(frames))
-    return FramesOfFile(_part(index, distinct), edges, offsets[order], places[order])
+    frames = frames[order]
+    is_first = np.append(True, frames[1:] != frames[:-1])
+    edges = np.append(np.flatnonzero(is_first), len(frames))
+    return FramesOfFile(_part(index, frames[is_first]), edges, offsets[order], places[order])
 
 
 def _part(index: VideoIndex, frames: np.ndarray) -> VideoIndex:
