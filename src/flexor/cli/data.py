@@ -200,10 +200,13 @@ def _info(parsed: argparse.Namespace) -> int:
 
 def _check(parsed: argparse.Namespace) -> int:
     from flexor.data.check.check import check_dataset
+    from flexor.data.repair.repair import repair_advice
 
     if parsed.good_episodes:
         check_output_file(parsed.good_episodes, "--good-episodes")
     report = check_dataset(_local(parsed.root), deep=not parsed.quick, progress=progress("checking"))
+    if not report.ok:
+        report.repair = repair_advice(report)
     if parsed.good_episodes:
         report.write_good_episodes(parsed.good_episodes)
         log.info("%d good episodes listed in %s", len(report.good_episodes), parsed.good_episodes)

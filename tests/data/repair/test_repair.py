@@ -27,7 +27,7 @@ from flexor.data.check.check import check_dataset
 from flexor.data.check.layout import Span
 from flexor.data.dataset import open_dataset
 from flexor.data.repair.remux import resets_decoder
-from flexor.data.repair.repair import RepairReport, repair_dataset
+from flexor.data.repair.repair import RepairReport, repair_advice, repair_dataset
 from flexor.data.repair.tables import row_order
 from flexor.data.repair.videos import first_frame
 from flexor.data.video.decode import decode, index_video, read_video_packets
@@ -417,11 +417,9 @@ def test_pictures_whose_column_is_damaged(broken):
 @pytest.mark.parametrize(
     ("fault", "message"),
     [
-        (unlink("meta/info.json"), "info.json"),
-        (info(fps=0), "not a frame rate"),
         (info(codebase_version="v9.0"), "v9.0"),
-        (unlink(EPISODES), "so the episodes are unknown"),
-        (lambda root: truncate(root / EPISODES, 0.5), "damaged or truncated"),
+        (info(codebase_version="v1.6"), "old format"),
+        (info(data_path="{nonsense}"), "the field {nonsense} is unknown"),
         (unlink(DATA), "no episode can be kept"),
     ],
 )
@@ -430,20 +428,27 @@ def test_hopeless(broken, fault, message):
     with pytest.raises(DatasetError, match=message):
         repair_dataset(root, root.with_name("repaired"))
     assert not root.with_name("repaired").exists()
+    check = check_dataset(root)
+    assert not check.ok and repair_advice(check) == ""
 
 
 @pytest.mark.parametrize("seed", range(10))
 def test_no_damage_makes_a_repair_fail(broken, seed):
-    """Files cut, overwritten or deleted at random: what comes out is sound, or there is an error that says why."""
+    """Files cut, overwritten or deleted at random: what comes out is sound, or there is an error that says why.
+
+    A repair is recommended exactly where it works.
+    """
     rng = np.random.default_rng(seed)
     root = broken(["one", "many", "still", "v2.1", "v2.0"][seed % 5])
     for path in rng.choice(sorted(p for p in root.rglob("*") if p.is_file()), size=2, replace=False):
         damage_file(path, rng)
+    advice = repair_advice(check_dataset(root))
     try:
         report = repair_dataset(root, root.with_name("repaired"))
     except DatasetError:
-        assert not (root.with_name("repaired") / "meta/info.json").exists()
+        assert not (root.with_name("repaired") / "meta/info.json").exists() and advice == ""
         return
+    assert f"keeps {len(report.included)} of" in advice
     assert report.ok and check_dataset(report.out).ok, str(check_dataset(report.out))
     dataset = open_dataset(root=report.out)
     dataset.read(np.arange(len(dataset)))

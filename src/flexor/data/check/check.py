@@ -95,6 +95,9 @@ def check_episodes(layout: Layout, report: CheckReport) -> None:
 
 
 def check_totals(layout: Layout, report: CheckReport) -> None:
+    """Compare the totals in meta/info.json with the episodes, if these are known."""
+    if not layout.episodes:
+        return
     counted = {
         "total_episodes": len(layout.episodes),
         "total_frames": sum(episode.length for episode in layout.episodes),

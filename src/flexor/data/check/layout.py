@@ -105,7 +105,12 @@ def read_layout(root: str | Path, report: CheckReport) -> Layout:
             message = f"the file contains a {type(info).__name__}, not a JSON object"
             report.error("info-unreadable", message, FETCH_META, file="meta/info.json")
         return layout
-    layout.info, layout.version = info, str(info.get("codebase_version", "unknown"))
+    return layout_of(layout.root, info, report)
+
+
+def layout_of(root: Path, info: dict[str, Any], report: CheckReport) -> Layout:
+    """The metadata of a dataset of which meta/info.json has this content."""
+    layout = Layout(root, info, str(info.get("codebase_version", "unknown")))
     report.version = layout.version
     _read_features(layout, report)
     layout.is_v3 = _is_v3(layout)

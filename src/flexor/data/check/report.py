@@ -22,6 +22,8 @@ class CheckReport:
     version: str = "unknown"
     checked: list[int] = field(default_factory=list)
     findings: list[Finding] = field(default_factory=list)
+    repair: str = ""
+    """What a repair would do about its errors."""
 
     def error(self, kind: str, message: str, fix: str, **where: Any) -> None:
         self.findings.append(Finding(kind, message, [Fix(fix)], ERROR, **where))
@@ -61,6 +63,7 @@ class CheckReport:
             "warnings": len(self.warnings),
             "episodes_checked": len(self.checked),
             "good_episodes": self.good_episodes,
+            "repair": self.repair,
             "problems": [_to_json(finding) for finding in self.findings],
         }
 
@@ -79,7 +82,8 @@ class CheckReport:
             return
         counts = f"{_count(len(self.errors), 'error')}, {_count(len(self.warnings), 'warning')}"
         yield f"NOT OK: {counts}; {len(good)} of {len(self.checked)} episodes have no errors"
-        yield f"`flexor data repair {self.root} NEW_FOLDER` repairs what it can and leaves out the other episodes"
+        if self.repair:
+            yield self.repair
 
 
 def _to_json(finding: Finding) -> dict[str, Any]:

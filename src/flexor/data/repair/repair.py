@@ -10,6 +10,7 @@ are left out, with the reason. A valid v2.0 or v2.1 dataset is converted to v3.0
 from __future__ import annotations
 
 import os
+import shlex
 import shutil
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -34,7 +35,7 @@ from flexor.data.check.layout import EpisodeEntry, Layout, read_layout
 from flexor.data.check.pointers import name_pointers
 from flexor.data.check.report import CheckReport
 from flexor.data.check.tables import numbers
-from flexor.data.format.common_names import checked_names
+from flexor.data.format.common_names import checked_names, rename_flag, suggested_names
 from flexor.data.format.dataset_files import DatasetFiles, FileClip, PacketClip, check_new_folder
 from flexor.data.format.metadata import Feature
 from flexor.data.format.schema import LANGUAGE
@@ -42,6 +43,7 @@ from flexor.data.format.stats import Stats, image_stats, pixel_counts, sample_in
 from flexor.data.frames.clips import decode_image, image_bytes, image_frame
 from flexor.data.repair.account import EpisodePlan, RepairClip, RepairReport
 from flexor.data.repair.plan import RepairPlan, make_plan
+from flexor.data.repair.rebuild import rebuild_metadata
 from flexor.data.repair.remux import DecodedEpisode, copy_clip, decode_episode
 from flexor.data.repair.videos import read_index
 from flexor.data.storage.other_layouts import how_to_pull
@@ -93,11 +95,12 @@ def repair_dataset(
     root, out = Path(root), Path(out)
     _check_folders(root, out)
     check = CheckReport(root, deep=False)
-    layout = read_layout(root, check)
+    layout, rebuilt = rebuild_metadata(read_layout(root, check), check)
     selected = _selected(layout, episodes, exclude)
     _refuse_pointers(layout, selected, check)
     plan = make_plan(layout, check, selected)
     report = RepairReport(root, out, layout.version, plan.episodes, plan.notes, dry_run=dry_run)
+    report.notes[:0] = rebuilt
     report.not_selected = 0 if selected is None else len({e.index for e in layout.episodes} - set(selected))
     _note_findings(layout, check, report)
     cameras = {name: spec["dtype"] in ("image", "video") for name, spec in plan.columns.features.items()}
@@ -111,6 +114,24 @@ def repair_dataset(
     if not dry_run:
         report.check = check_dataset(out, deep=False)
     return report
+
+
+def repair_advice(report: CheckReport) -> str:
+    """What `flexor data repair` would do about the errors of a dataset; empty if it would not help."""
+    check = CheckReport(report.root, deep=False)
+    try:
+        layout, _ = rebuild_metadata(read_layout(report.root, check), check)
+        _refuse_pointers(layout, None, check)
+        plan = make_plan(layout, check)
+    except DatasetError:
+        return ""
+    undecodable = {f.episode for f in report.errors if f.name in ("video-undecodable", "image-undecodable")}
+    good = [episode for episode in plan.included if episode.episode.index not in undecodable]
+    if not good:
+        return ""
+    flag = f" {rename_flag(names)}" if (names := suggested_names(layout.features)) else ""
+    command = f"flexor data repair {shlex.quote(str(report.root))} NEW_FOLDER{flag}"
+    return f"`{command}` repairs what it can, and keeps {len(good)} of {len(plan.episodes)} episodes"
 
 
 def _check_folders(root: Path, out: Path) -> None:

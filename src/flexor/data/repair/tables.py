@@ -14,6 +14,7 @@ from flexor.data.check.tables import OWN_COLUMNS, numbers
 from flexor.data.format.metadata import Feature
 from flexor.data.format.schema import LANGUAGE, NUMERIC
 from flexor.data.format.table import flat_numbers
+from flexor.data.format.undeclared import stored_features
 from flexor.data.repair.account import EpisodePlan
 
 
@@ -59,9 +60,11 @@ def plan_columns(layout: Layout, episodes: list[EpisodeEntry]) -> Columns:
                 _redeclare_array(columns, feature)
             if feature.is_numeric:
                 _redeclare(layout, columns, name, present[name], list(schemas))
-    for name, kind in present.items():
-        if name not in layout.features and name not in OWN_COLUMNS:
-            _take_undeclared(columns, name, kind)
+    undeclared = {n: kind for n, kind in present.items() if n not in layout.features and n not in OWN_COLUMNS}
+    stored = [stored_features(layout.path(file), layout.features) for file in schemas] if undeclared else []
+    for name, kind in undeclared.items():
+        matching = next((features[name] for features in stored if name in features), None)
+        _take_undeclared(columns, name, kind, matching)
     added = [name for name in OWN_COLUMNS if schemas and name not in present]
     if added:
         columns.notes.append(f"columns added: {', '.join(added)}")
@@ -117,17 +120,13 @@ def _width(layout: Layout, file: str, name: str) -> int | None:
     return len(values) or None if values is not None else None
 
 
-def _take_undeclared(columns: Columns, name: str, kind: pa.DataType) -> None:
-    shape, leaf = [1], kind
-    if pa.types.is_fixed_size_list(kind):
-        shape, leaf = [kind.list_size], kind.value_type
-    text = pa.types.is_string(kind) or pa.types.is_large_string(kind)
-    dtype = "string" if text else _numpy_name(leaf)
-    if dtype is None or "/" in name or shape == [0]:
+def _take_undeclared(columns: Columns, name: str, kind: pa.DataType, feature: Feature | None) -> None:
+    if feature is None or "/" in name:
         columns.notes.append(f"column {name} ({kind}) is not declared: left out")
-    else:
-        columns.notes.append(f"column {name} was not declared: declared as {dtype} {shape}")
-        columns.features[name] = {"dtype": dtype, "shape": shape, "names": None}
+        return
+    dtype, shape = feature.dtype, list(feature.shape)
+    columns.notes.append(f"column {name} was not declared: declared as {dtype} {shape}")
+    columns.features[name] = {"dtype": dtype, "shape": shape, "names": None}
 
 
 def _numpy_name(kind: pa.DataType) -> str | None:
