@@ -11,7 +11,7 @@ from flexor.cli import augmented, edit
 from flexor.cli.flags import dashed
 from flexor.cli.push import add_repository_flags
 from flexor.core.console import print_json, print_result, progress
-from flexor.core.errors import ConfigError
+from flexor.core.errors import ConfigError, DatasetError
 from flexor.core.log import log
 from flexor.core.output_paths import check_output_file, check_output_folder
 from flexor.core.typed import Text, coerce
@@ -273,7 +273,10 @@ def _stats(parsed: argparse.Namespace) -> int:
     from flexor.data.statistics import compute_stats, in_stored_unit
 
     selection = {"episodes": parsed.episodes, "exclude_episodes": parsed.exclude_episodes}
-    dataset = open_dataset(root=_local(parsed.root), on_bad_episode=parsed.on_bad_episode, **selection)
+    try:
+        dataset = open_dataset(root=_local(parsed.root), on_bad_episode=parsed.on_bad_episode, **selection)
+    except DatasetError as error:  # its advice names the flags of training
+        raise DatasetError(str(error).replace("--dataset.", "--")) from error
     if parsed.write:
         check_output_file(dataset.root / "meta" / "stats.json", "--write")
     stats = in_stored_unit(dataset, compute_stats(dataset, progress=progress("statistics")))

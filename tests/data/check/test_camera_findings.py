@@ -37,7 +37,8 @@ def test_cameras_that_show_nothing(tmp_path, stored_as, deep):
     assert not deep or {f[3] for f in frozen} == {3}
     if not deep:
         notes = repair_dataset(root, tmp_path / "repaired", dry_run=True).notes
-        assert any(f"{WRIST} is blank (one colour) in episodes 2, 5, which" in note for note in notes)
+        assert any(f"{WRIST} in episodes 2, 5: it is blank (one colour)" in note for note in notes)
+        assert any(f"{WRIST} in episodes 1, 6: it shows the same image" in note for note in notes)
         text = str(repair_dataset(root, tmp_path / "repaired", decode=False))
         assert "[blank-camera] episodes 2, 5" in text and "[frozen-camera] episodes 1, 6" in text
 

@@ -1,12 +1,19 @@
 import json
+import shlex
+import shutil
+from pathlib import Path
 
+import pyarrow.parquet as pq
 import pytest
 
+from flexor.cli import main as cli
 from flexor.core.errors import DatasetError
 from flexor.data.check.info import describe, render
 from flexor.data.dataset import open_dataset
+from support.damage import edit_json, truncate
 from support.legacy import to_v2
 from support.small_datasets import LENGTHS, SIDE, STILL, TOP, write
+from support.small_policies import TINY_ACT
 
 
 def test_a_described_dataset(tmp_path):
@@ -71,3 +78,81 @@ def test_long_groups_of_pictures_are_noted(tmp_path, monkeypatch):
 def test_no_dataset(tmp_path):
     with pytest.raises(DatasetError, match=r"meta/info\.json: the file is missing"):
         describe(tmp_path)
+
+
+def cut(pattern: str):
+    def change(root: Path) -> None:
+        for path in sorted(root.rglob(pattern)):
+            truncate(path, 0.3)
+
+    return change
+
+
+def info_json(change):
+    return lambda root: edit_json(root / "meta/info.json", change)
+
+
+def no_cameras(root: Path) -> None:
+    shutil.rmtree(root / "videos")
+
+
+def pointers(root: Path) -> None:
+    for path in root.rglob("*.mp4"):
+        path.write_bytes(b"version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 9\n")
+
+
+def other_names(root: Path) -> None:
+    names = {"action": "actions", "observation.state": "state"}
+    edit_json(
+        root / "meta/info.json",
+        lambda info: info.update(features={names.get(n, n): spec for n, spec in info["features"].items()}),
+    )
+    for path in root.rglob("data/*/*.parquet"):
+        table = pq.read_table(path)
+        pq.write_table(table.rename_columns([names.get(n, n) for n in table.column_names]), path)
+
+
+@pytest.mark.parametrize(
+    ("change", "runs", "note"),
+    [
+        (lambda root: None, True, None),
+        (cut("*002.parquet"), True, "1 of 4 episodes can't be read"),
+        (cut("*002.mp4"), True, "1 of 4 episodes can't be read"),
+        (other_names, True, "actions is action, state is observation.state"),
+        (info_json(lambda info: info["features"].pop("observation.state")), True, None),
+        (cut("*.mp4"), False, "training can't read the dataset"),
+        (pointers, False, "4 files, such as"),
+        (no_cameras, False, "the built-in policies need a camera"),
+        (info_json(lambda info: info["features"].pop("action")), True, None),  # it is read all the same
+        (info_json(lambda info: info["features"]["action"].update(shape=[7])), False, "can't read"),
+        (info_json(lambda info: info.update(codebase_version="v9.0")), False, "codebase_version"),
+        (info_json(lambda info: info.update(fps=0)), False, "fps is 0, not a frame rate"),
+    ],
+)
+def test_the_command_for_training_runs(tmp_path, split, change, runs, note):
+    root = Path(shutil.copytree(split, tmp_path / "data"))
+    change(root)
+    info = describe(root)
+    assert (info["train"] is not None) == runs
+    assert note is None or note in "\n".join(info["notes"])
+    plain = f"flexor train --policy.type=act --dataset.root={root}"
+    more = [f"--output_dir={tmp_path / 'run'}", "--batch_size=2", "--num_workers=0", "--steps=1"]
+    words = shlex.split(info["train"] or plain)[1:]
+    code = cli.main([*words, *TINY_ACT, *more, "--save_checkpoint=false"])
+    assert (code == 0) == runs
+
+
+@pytest.fixture(scope="module")
+def split(tmp_path_factory):
+    root = tmp_path_factory.mktemp("split")
+    return to_v2(write(root / "one"), root / "v2.1", "v2.1")
+
+
+def test_alike_errors_are_one_note(tmp_path):
+    root = write(tmp_path / "d")
+    for path in root.rglob("*.mp4"):
+        path.write_bytes(b"version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 9\n")
+    notes = describe(root)["notes"]
+    assert len([note for note in notes if "Git LFS" in note]) == 2, notes  # a file of each camera, 4 episodes
+    shutil.rmtree(root / "meta/episodes")
+    assert sum("episodes are unknown" in note for note in describe(root)["notes"]) == 1

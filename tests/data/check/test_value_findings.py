@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from flexor.data.check.check import check_dataset
+from flexor.data.repair.repair import repair_dataset
 from support.faulty_arm import TOP, change_statistics, glitch, scaled, still, write_arm
 
 DEGREES = 180 / np.pi
@@ -29,7 +30,10 @@ def test_what_training_would_say_at_its_start(tmp_path):
     where = {(finding.name, finding.episode, finding.frame, finding.feature) for finding in report.findings}
     assert where == {("mixed-units", episode, 0, name) for episode in (1, 5) for name in (STATE, "action")}
     assert "episodes 1, 5 than in the others" in str(report) and "exclude_episodes=1,5" in str(report)
-    assert kinds_of(write_arm(tmp_path / "glitch", glitch(2, 5, 1))) == {("values-out-of-range", 2, 5, STATE)}
+    root = write_arm(tmp_path / "glitch", glitch(2, 5, 1))
+    assert kinds_of(root) == {("values-out-of-range", 2, 5, STATE)}
+    notes = repair_dataset(root, tmp_path / "repaired", dry_run=True).notes
+    assert any("not repaired (values-out-of-range)" in note for note in notes)
 
 
 @pytest.mark.parametrize(("factor", "is_wrong"), [(7.0, True), (1 / 7, True), (1.3, False)])
@@ -39,6 +43,14 @@ def test_a_standard_deviation_that_is_not_that_of_the_data(tmp_path, factor, is_
     wide = change_statistics(root, "action", lambda name, value: value * (factor if name == "std" else 1.0))
     wide = change_statistics(wide, "action", lambda name, value: value * (9 if name in ("min", "max") else 1))
     assert kinds_of(wide) == ({("stats-wrong", None, None, "action")} if is_wrong else set())
+
+
+@pytest.mark.parametrize(("factor", "is_wrong"), [(20.0, True), (1.2, False)])
+def test_limits_that_are_not_those_of_the_data(tmp_path, factor, is_wrong):
+    """A policy that normalises by them gets values near 0."""
+    root = write_arm(tmp_path / "arm")
+    change_statistics(root, STATE, lambda name, value: value * (factor if name in ("min", "max") else 1))
+    assert kinds_of(root) == ({("stats-wrong", None, None, STATE)} if is_wrong else set())
 
 
 def test_a_mean_that_is_not_that_of_the_data(tmp_path):

@@ -7,7 +7,6 @@ noted, so that this also works on a damaged dataset.
 
 from __future__ import annotations
 
-import shlex
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -16,9 +15,10 @@ import numpy as np
 from flexor.core.errors import DatasetError
 from flexor.data.check.layout import Layout, read_layout
 from flexor.data.check.pointers import name_pointers
-from flexor.data.check.report import CheckReport
+from flexor.data.check.report import CheckReport, group_findings
 from flexor.data.check.scan import VideoScan, scan_video
-from flexor.data.check.tables import OWN_COLUMNS
+from flexor.data.check.tables import OWN_COLUMNS, stored_columns, take_undeclared
+from flexor.data.check.train_command import train_command
 from flexor.data.format.metadata import Feature
 from flexor.data.format.stats import NEEDED_STATS
 
@@ -27,6 +27,8 @@ if TYPE_CHECKING:
 
 FILES_MEASURED = 8
 """Video files per camera that are measured: enough to detect a mixture, fast even with thousands of files."""
+
+TASKS = {True: "meta/tasks.parquet", False: "meta/tasks.jsonl"}  # of v3.0, and of older formats
 
 LONG_GOP = 50
 """GOP size above which reading single frames becomes slow."""
@@ -41,6 +43,8 @@ def describe(dataset: Dataset | str | Path) -> dict[str, Any]:
     if not layout.info:
         finding = report.findings[0]
         raise DatasetError(f"{root}: {finding.file}: {finding.evidence}. To fix it: {finding.fix}.")
+    tables = dict.fromkeys(episode.data_file for episode in layout.episodes)
+    take_undeclared(layout, stored_columns(layout, tables))
     cameras = {f.name: _camera(layout, f) for f in layout.features.values() if f.is_camera}
     frames = sum(episode.length for episode in layout.episodes)
     lengths = [episode.length for episode in layout.episodes]
@@ -65,8 +69,8 @@ def describe(dataset: Dataset | str | Path) -> dict[str, Any]:
         },
         "statistics": _statistics(layout, cameras),
     }
-    result["notes"] = [finding.evidence for finding in report.errors] + _notes(layout, result)
-    result["train"] = _train_line(root, result)
+    result["train"], reasons = train_command(root, is_sound=not _has_unreadable(cameras))
+    result["notes"] = _errors(report) + _notes(layout, result, report) + reasons
     return result
 
 
@@ -119,6 +123,10 @@ def _camera(layout: Layout, feature: Feature) -> dict[str, Any]:
     return camera
 
 
+def _has_unreadable(cameras: dict[str, Any]) -> bool:
+    return any(camera.get("unreadable") for camera in cameras.values())
+
+
 def _measured(scans: list[VideoScan]) -> dict[str, Any]:
     steps = np.concatenate([np.diff(np.sort(scan.times)) for scan in scans])
     # The last GOP of a file is a remainder: not typical, unless it is the only one.
@@ -132,19 +140,28 @@ def _measured(scans: list[VideoScan]) -> dict[str, Any]:
     }
 
 
-def _notes(layout: Layout, info: dict[str, Any]) -> list[str]:
+def _errors(report: CheckReport) -> list[str]:
+    """The errors in the metadata, one line for those that are alike."""
     notes = []
+    for group in group_findings(report.errors):
+        files = list(dict.fromkeys(finding.file for finding in group if finding.file))
+        place = f"{len(files)} files, such as {files[0]}" if len(files) > 1 else "".join(files)
+        notes.append(f"{place}: {group[0].evidence}" if place else group[0].evidence)
+    return notes
+
+
+def _notes(layout: Layout, info: dict[str, Any], report: CheckReport) -> list[str]:
+    notes = []
+    pointers = {finding.feature for finding in report.errors if finding.name == "lfs-pointer"}
     for name, camera in info["cameras"].items():
-        notes += _camera_notes(layout, name, camera)
+        notes += _camera_notes(layout, name, camera) if layout.episodes and name not in pointers else []
     missing = info["statistics"]["missing"]
     if missing:
         notes.append(f"no statistics of {', '.join(missing)}: `flexor data stats DIR --write` computes them")
-    if info["action_dim"] is None:
-        notes.append("the dataset has no feature `action`: a policy has nothing to learn")
-    if not info["tasks"]:
+    if not info["tasks"] and not any(finding.file == TASKS[layout.is_v3] for finding in report.errors):
         notes.append("the dataset has no tasks: policies that read the instruction can't be trained")
     declared = layout.info.get("total_frames")
-    if declared not in (None, info["frames"]):
+    if layout.episodes and declared not in (None, info["frames"]):
         notes.append(f"meta/info.json declares {declared} frames, but the episodes have {info['frames']}")
     return notes
 
@@ -175,24 +192,18 @@ def _camera_notes(layout: Layout, name: str, camera: dict[str, Any]) -> list[str
     return notes
 
 
-def _train_line(root: Path, info: dict[str, Any]) -> str | None:
-    """The command that trains on this dataset, or None if there is nothing to train on."""
-    if info["action_dim"] is None or not info["episodes"]:
-        return None
-    return f"flexor train --policy.type=act --dataset.root={shlex.quote(str(root))}"
-
-
 def render(info: dict[str, Any]) -> str:
     """The values of `describe` as text."""
     hours = info["hours"] or 0.0
     span = f"{hours:.2f} hours" if hours >= 0.1 else f"{hours * 60:.1f} minutes"
     length = info["episode_length"] or {"typical": 0, "min": 0, "max": 0}
+    spread = f"{length['min']} to {length['max']} frames, median {length['typical']}"
+    frames = f"{length['min']} frames" if length["min"] == length["max"] else spread
     sizes = info["bytes"]
     lines = [
         f"{info['root']}",
         f"  format      LeRobot {info['version']}, robot {info['robot_type'] or 'not given'}",
-        f"  episodes    {info['episodes']} of {length['min']} to {length['max']} frames, "
-        f"median {length['typical']}",
+        f"  episodes    {info['episodes']}" + (f" of {frames}" if info["episodes"] else ""),
         f"  frames      {info['frames']} at {info['fps']:g} fps, {span}",
         f"  on disk     tables {_bytes(sizes['tables'])}, video {_bytes(sizes['videos'])}, "
         f"metadata {_bytes(sizes['meta'])}",
@@ -207,12 +218,16 @@ def render(info: dict[str, Any]) -> str:
             for name, feature in info["features"].items()
             if name not in OWN_COLUMNS
         ],
-        f"  action      {info['action_dim'] or 'none'} numbers; state {info['state_dim'] or 'none'}",
+        f"  action      {_numbers(info['action_dim'])}; state {_numbers(info['state_dim'])}",
         f"  statistics  {_statistics_line(info['statistics'])}",
     ]
     lines += ["  notes", *[f"    - {note}" for note in info["notes"]]] if info["notes"] else []
     lines += ["  train on it", f"    {info['train']}"] if info["train"] else []
     return "\n".join(lines)
+
+
+def _numbers(size: int | None) -> str:
+    return f"{size} number{'s' if size > 1 else ''}" if size else "none"
 
 
 def _camera_lines(name: str, camera: dict[str, Any]) -> list[str]:
@@ -225,14 +240,18 @@ def _camera_lines(name: str, camera: dict[str, Any]) -> list[str]:
     if not camera["files"]:
         return [f"    {name}: {size} declared, no files"]
     if "codec" not in camera:
-        return [f"    {name}: {size} declared, {camera['files']} files, none readable"]
+        return [f"    {name}: {size} declared, {_files(camera)}, none readable"]
     gop = camera["gop"]
     spread = f", {gop['min']} to {gop['max']}" if gop and gop["min"] != gop["max"] else ""
     group = f"GOP {gop['typical']}{spread}" if gop else "GOP unknown"
     some = f", {camera['measured']} measured" if camera["measured"] < camera["files"] else ""
-    files = f"{camera['files']} file{'s' if camera['files'] > 1 else ''}{some}, {_bytes(camera['bytes'])}"
+    files = f"{_files(camera)}{some}, {_bytes(camera['bytes'])}"
     codec, picture = "/".join(camera["codec"]), "/".join(camera["resolution"])
     return [f"    {name}: {picture} {codec} {'/'.join(camera['pix_fmt'])}, {group}, {files}"]
+
+
+def _files(camera: dict[str, Any]) -> str:
+    return f"{camera['files']} file{'s' if camera['files'] > 1 else ''}"
 
 
 def _feature_line(name: str, feature: dict[str, Any]) -> str:

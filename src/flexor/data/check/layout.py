@@ -158,9 +158,9 @@ def _find_misplaced(layout: Layout, report: CheckReport) -> None:
         moved = [file for file in files if file in layout.misplaced]
         if moved:
             actual = layout.misplaced[moved[0]]
-            kind = "video files" if feature else "data files"
-            count = f"{len(moved)} of {len(files)} {kind}"
-            message = f"{count} are not where meta/info.json says: {actual} instead of {moved[0]}"
+            kind = "video file" if feature else "data file"
+            count = f"the {kind} is" if len(files) == 1 else f"{len(moved)} of {len(files)} {kind}s are"
+            message = f"{count} not where meta/info.json says: {actual} instead of {moved[0]}"
             fix = f"{_move(layout, moved)}; `flexor data repair` puts them in their place"
             report.error("misplaced", message, fix, feature=feature)
 

@@ -81,7 +81,8 @@ def scan_video(path: Path, decode: bool = False, threads: int = 1, look: bool = 
                 if decode:
                     decoded |= _decode(packet, watch, max(1, scan.declared // COLOURS))
     except (av.FFmpegError, OSError, ValueError) as error:  # ValueError: text in the file that is not UTF-8
-        scan.error = str(error).split(":")[0].strip() or type(error).__name__
+        reason = getattr(error, "strerror", None) or str(error).split(":")[0]
+        scan.error = reason.strip() or type(error).__name__
     scan.times = np.array(ticks, np.float64) * step
     scan.key = np.array(keys, bool)
     if decode:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -61,8 +62,11 @@ def check_tables(layout: Layout, selected: list[EpisodeEntry], report: CheckRepo
     files: dict[str, list[EpisodeEntry]] = {}
     for episode in selected:
         files.setdefault(episode.data_file, []).append(episode)
-    present = {file: _columns(layout.path(file)) for file in files}
-    _take_undeclared(layout, present, report)
+    present = stored_columns(layout, files)
+    if undeclared := take_undeclared(layout, present):
+        message = f"the data files have {', '.join(undeclared)}, but meta/info.json does not declare them"
+        fix = f"{NOT_NEEDED}, which reads them; `flexor data repair` declares them for other programs"
+        report.warning("column-undeclared", message, fix)
     _check_columns(layout, files, present, report)
     for file, episodes in files.items():
         if not layout.path(file).is_file():
@@ -88,6 +92,11 @@ def check_tables(layout: Layout, selected: list[EpisodeEntry], report: CheckRepo
     return tables
 
 
+def stored_columns(layout: Layout, files: Iterable[str]) -> dict[str, list[str]]:
+    """The columns of each data file; none of a file that can't be read."""
+    return {file: _columns(layout.path(file)) for file in files}
+
+
 def _columns(path: Path) -> list[str]:
     try:
         return pq.read_schema(path).names
@@ -95,21 +104,16 @@ def _columns(path: Path) -> list[str]:
         return []
 
 
-def _take_undeclared(layout: Layout, present: dict[str, list[str]], report: CheckReport) -> None:
-    """Check undeclared columns that are read like declared ones, because all files have them."""
+def take_undeclared(layout: Layout, present: dict[str, list[str]]) -> list[str]:
+    """Add undeclared columns that are read like declared ones to the layout, if all data files have them."""
     readable = [file for file, names in present.items() if names]
     if not readable:
-        return
+        return []
     features = undeclared_features(layout.path(readable[0]), layout.features)
     common = {n: f for n, f in features.items() if all(n in present[file] for file in readable)}
     layout.features |= common
     layout.undeclared |= set(common)
-    if common:
-        message = (
-            f"the data files have {', '.join(common)}, which meta/info.json does not declare: Flexor reads it"
-        )
-        fix = f"{NOT_NEEDED}; `flexor data repair` declares it for other programs"
-        report.warning("column-undeclared", message, fix)
+    return list(common)
 
 
 def _check_columns(
@@ -190,7 +194,6 @@ class _File:
             values = numbers(self.table[name], feature)
             if isinstance(values, str):
                 fix = "correct the feature in meta/info.json, or download the data file again"
-                self.report.error("column-shape", values, fix, feature=name, file=self.name)
                 for episode in self.layout.episodes:
                     if episode.data_file == self.name:
                         self.report.error("column-shape", values, fix, **self._place(episode, name))

@@ -51,7 +51,7 @@ class BadEpisodes:
         if bad == total:
             return DatasetError(f"{summary}\n{advice}")
         return DatasetError(
-            f"{summary}\n{advice}\nDownload the files again, or train without these episodes:\n"
+            f"{summary}\n{advice}\nDownload the files again, or leave out these episodes:\n"
             f"  --dataset.exclude_episodes={write_episodes(self.reasons)}\n"
             "or skip every episode that can't be read:\n"
             "  --dataset.on_bad_episode=skip"

@@ -89,7 +89,7 @@ class VideoFile:
 
 BY_INDEX = (
     "%d clips have timestamps that do not match their video, but one frame per row:\n"
-    "  Flexor uses frame i for row i (--dataset.frame_by=time uses the timestamps)"
+    "  Flexor uses frame i for row i (--dataset.frame_by changes that)"
 )
 
 

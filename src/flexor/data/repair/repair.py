@@ -29,11 +29,9 @@ from flexor.core.errors import DatasetError
 from flexor.core.output_paths import check_output_folder
 from flexor.core.paths import inside
 from flexor.data.check.check import check_dataset, check_episodes, check_stray_files, check_totals
-from flexor.data.check.episode_names import EpisodeNames
-from flexor.data.check.images import BLANK
 from flexor.data.check.layout import EpisodeEntry, Layout, read_layout
 from flexor.data.check.pointers import name_pointers
-from flexor.data.check.report import CheckReport
+from flexor.data.check.report import CheckReport, group_findings, ranges
 from flexor.data.check.tables import numbers
 from flexor.data.format.common_names import checked_names, rename_flag, suggested_names
 from flexor.data.format.dataset_files import DatasetFiles, FileClip, PacketClip, check_new_folder
@@ -74,6 +72,12 @@ REPAIRS = {
 }
 """How findings about the whole dataset are repaired. Statistics are always recomputed."""
 
+UNREPAIRED = (
+    *("blank-camera", "frozen-camera", "mixed-units", "values-out-of-range"),
+    *("dead-action-dimension", "state-never-changes"),
+)
+"""Faults of values and images, which only the people who recorded them can put right."""
+
 
 def repair_dataset(
     root: str | Path,
@@ -111,9 +115,24 @@ def repair_dataset(
     report.notes += repair.notes
     if not report.included:
         raise DatasetError(f"{root}: no episode can be kept, so nothing was written.\n{report}")
-    if not dry_run:
+    if dry_run:
+        included = [plan.episode.index for plan in report.included]
+        report.notes += [] if rebuilt else _unrepaired(check_dataset(root, deep=False, episodes=included))
+    else:
         report.check = check_dataset(out, deep=False)
     return report
+
+
+def _unrepaired(check: CheckReport) -> list[str]:
+    """What stays as it is in the values and images. The check of a repaired dataset says it too."""
+    notes = []
+    for group in group_findings([finding for finding in check.findings if finding.name in UNREPAIRED]):
+        episodes = sorted({finding.episode for finding in group if finding.episode is not None})
+        where = (
+            f" in {'episode' if len(episodes) == 1 else 'episodes'} {ranges(episodes)}" if episodes else ""
+        )
+        notes.append(f"{group[0].feature}{where}: {group[0].evidence}: not repaired ({group[0].name})")
+    return notes
 
 
 def repair_advice(report: CheckReport) -> str:
@@ -203,8 +222,6 @@ class _Repair:
         self.plan, self.out, self.decode, self.dry_run = plan, out, decode, dry_run
         self.root, self.layout = plan.layout.root, plan.layout
         self.notes: list[str] = []
-        self.blank: dict[str, list[int]] = {}
-        """Episodes in which a camera shows one colour."""
         self._pool = ThreadPoolExecutor(os.cpu_count() or 1)
         self._index = lru_cache(32)(read_index)  # an index is small; episodes of one file follow each other
         self._files: DatasetFiles | None = None
@@ -228,10 +245,6 @@ class _Repair:
                 done += plan.length
                 if progress:
                     progress(done, total)
-            for camera, blank in self.blank.items():
-                where = EpisodeNames(np.array(blank)).in_words(blank)
-                note = f"{camera} is blank (one colour) in {where}, which --exclude_episodes leaves out"
-                self.notes.append(note)
             self._finish()
         except (OSError, OverflowError, pa.ArrowException, av.FFmpegError) as error:
             raise DatasetError(
@@ -289,9 +302,6 @@ class _Repair:
                     return
                 if not _is_depth(self.plan.columns.features[name]):
                     stats[name] = stats_or_fault
-        for name, values in stats.items():
-            if values and (values["max"] - values["min"]).max() <= BLANK / 255:
-                self.blank.setdefault(name, []).append(plan.episode.index)
         if self.dry_run:
             return
         clips = {camera: self._clip(clip, delays[camera]) for camera, clip in plan.clips.items()}
