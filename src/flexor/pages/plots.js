@@ -13,11 +13,12 @@ function curveColour(number) {
 /**
  * Curves over the frames of an episode. `curves`: [{name, low: [...], high: [...], from, to}], where low and high are
  * the smallest and the largest value of every `every` frames (the same array if every is 1), NaN where one is missing;
- * from and to are the limits of its axis, which are named if all curves have the same.
+ * from and to are the limits of its axis, which are named if all curves have the same. `marks` [{frame, severity, text}]
+ * are drawn as lines at their frames.
  * Returns {element, svg, show(frame), at(place), zoom(from, to)}: `at` is the frame at a place from 0 (left) to 1, and
  * `zoom` shows only some of the frames.
  */
-function curvePlot(title, curves, every, length) {
+function curvePlot(title, curves, every, length, marks = []) {
   const width = 600;
   const height = 110;
   const view = { from: 0, to: length - 1 };
@@ -37,6 +38,10 @@ function curvePlot(title, curves, every, length) {
     entry.addEventListener("pointerleave", () => path.classList.remove("strong"));
     return value;
   });
+  for (const { frame, severity, text } of marks) {
+    const at = x(Math.min(frame, length - 1));
+    svg.append(draw("line", { class: `mark ${severity}`, y1: 0, y2: height, x1: at, x2: at }, draw("title", {}, text)));
+  }
   const cursor = draw("line", { class: "cursor", y1: 0, y2: height, x1: -9, x2: -9 });
   svg.append(cursor);
   const [{ from, to }] = curves;

@@ -60,7 +60,7 @@ def test_left_out_and_named(breakage, root, intact, caplog):
     with caplog.at_level(logging.WARNING, "flexor"):
         dataset = open_dataset(root=root, on_bad_episode="skip")
     assert dataset.episodes.index.tolist() == [0, 1, 3] and list(dataset.skipped) == [2]
-    assert caplog.text.count("1 episodes can't be read and are skipped") == 1 and "episode 2: " in caplog.text
+    assert caplog.text.count("1 episode can't be read: skipped") == 1 and "episode 2: " in caplog.text
     rows = np.arange(len(dataset))
     by_choice = open_dataset(root=intact, episodes=[0, 1, 3])
     for name, values in by_choice.read(rows).items():

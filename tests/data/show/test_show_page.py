@@ -17,10 +17,12 @@ from flexor.data.check.report import CheckReport
 from flexor.data.dataset import Dataset, Episodes, open_dataset
 from flexor.data.format.writer import DatasetWriter
 from flexor.data.show.budget import PAGE_BYTES, TEXT_BYTES, page_budget
-from flexor.data.show.page import SCRIPTS, STYLES, page_data, show_dataset
+from flexor.data.show.page import SCRIPTS, STYLES, frame_marks, page_data, show_dataset
+from flexor.data.show.strips import with_marked
 from flexor.pages.page import page
 from support.browser import Browser, find_browser
 from support.damage import truncate
+from support.faulty_arm import glitch, write_arm
 from support.small_datasets import SIDE, STILL, TOP, write
 
 HOSTILE = "</script><script>window.hacked = 1</script><img src=x onerror='window.hacked = 1'> & \"push\""
@@ -312,3 +314,49 @@ def test_in_the_terminal(sample: Path, graphics: str, capsys: pytest.CaptureFixt
     )
     out = capsys.readouterr().out
     assert out.startswith("episode 3: 10 frames, 1.0 s: lift") and TOP in out and "observation.state x" in out
+
+
+FLAGS = "[...document.querySelectorAll('#episode-%d .film .flag')].map(e => Math.round(e.getBoundingClientRect().x))"
+
+
+def test_marks_are_at_the_frames_where_the_check_found_something(browser: Browser, tmp_path: Path):
+    """A glitch at frame 5 of episode 2, a camera that is off in episode 5; links and buttons lead to the frames."""
+    root = write_arm(tmp_path / "arm", glitch(2, 5, 1), blank=[5], cameras=True)
+    opened(browser, root, tmp_path / "page.html")
+    links = "[...document.querySelectorAll('.problem a')]"
+    texts = browser.run(f"{links}.map(e => e.textContent)")
+    assert texts == ["2 (frame 5)", "5 (frame 0)"]
+    assert browser.run("document.querySelectorAll('#episode-0 .mark').length") == 0
+    browser.run(f"{links}[0].click()")
+    label = "document.querySelector('#episode-2 .plots > .soft').textContent"
+    assert browser.run(label).startswith("frame 5,")
+    lines = (
+        "[...document.querySelectorAll('#episode-2 .mark')].map(e => [e.getAttribute('x1'), e.textContent])"
+    )
+    ((at, text),) = browser.run(lines)
+    assert float(at) == pytest.approx(600 * 5 / 14) and text.startswith(
+        "values-out-of-range: observation.state[1]"
+    )
+    cursor = "document.querySelector('#episode-2 .cursor').getAttribute('x1')"
+    assert browser.run(cursor) == at
+    browser.run("document.querySelector('#episode-2 .marks button').click()")
+    assert browser.run(label).startswith("frame 5,")
+    browser.run(f"{links}[1].click()")
+    assert len(browser.run(FLAGS % 5)) == 1 and browser.run(FLAGS % 2) == []
+    assert (
+        browser.run("document.querySelectorAll('#episode-5 .mark').length") == 0
+    )  # a camera's is on its images
+    assert browser.errors == []
+
+
+def test_marked_frames_are_on_the_strip():
+    assert with_marked([0, 10, 20, 30], [12]) == [0, 12, 20, 30]
+    assert with_marked([0, 10, 20, 30], [20]) == [0, 10, 20, 30]
+    assert with_marked([0, 10], [3, 4, 5]) == [3, 4]
+    report = CheckReport(Path(), deep=True)
+    report.warning("clock-drift", "late", "none", episode=1, frame=7, feature="timestamp")
+    report.warning("totals", "wrong", "none")
+    marks = frame_marks(report, [0, 1])
+    assert marks[0] == [] and [(m["frame"], m["kind"], m["text"]) for m in marks[1]] == [
+        (7, "clock-drift", "late")
+    ]

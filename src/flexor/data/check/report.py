@@ -77,10 +77,10 @@ class CheckReport:
             yield from _group_lines(group)
         good = self.good_episodes
         if self.ok:
-            summary = f"no errors, {_count(len(self.warnings), 'warning')}"
+            summary = f"no errors, {counted(len(self.warnings), 'warning')}"
             yield f"OK: {summary}" if self.warnings else "OK: no problems found"
             return
-        counts = f"{_count(len(self.errors), 'error')}, {_count(len(self.warnings), 'warning')}"
+        counts = f"{counted(len(self.errors), 'error')}, {counted(len(self.warnings), 'warning')}"
         yield f"NOT OK: {counts}; {len(good)} of {len(self.checked)} episodes have no errors"
         if self.repair:
             yield self.repair
@@ -135,5 +135,5 @@ def ranges(numbers: list[int]) -> str:
     return ", ".join(listing) + more
 
 
-def _count(number: int, noun: str) -> str:
+def counted(number: int, noun: str) -> str:
     return f"{number} {noun}{'' if number == 1 else 's'}"

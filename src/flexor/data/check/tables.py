@@ -220,7 +220,7 @@ class _File:
                 message = (
                     f"{name} is not contiguous at {len(gaps)} places; the first is after frame {gaps[0]}"
                 )
-                self.report.error("index", message, RECORD_AGAIN, **place)
+                self.report.error("index", message, RECORD_AGAIN, frame=int(gaps[0]), **place)
             elif values[0] != start:
                 message = f"{name} starts at {values[0]:.0f} instead of {start}"
                 add_finding = (
@@ -243,14 +243,16 @@ class _File:
         back = np.flatnonzero(np.diff(clock) <= 0)
         if len(back):
             message = f"timestamps do not increase at {len(back)} places; the first is after frame {back[0]}"
-            self.report.warning("clock-backwards", message, REPAIR_CLOCK, **self._place(episode, "timestamp"))
+            place = self._place(episode, "timestamp")
+            self.report.warning("clock-backwards", message, REPAIR_CLOCK, frame=int(back[0]), **place)
         elif drift.max() > period / 2:
             frame = int(np.argmax(drift > period / 2))
             message = (
                 f"timestamps drift up to {drift.max():.3f} s ({drift.max() / period:.1f} frames) from "
                 f"{self.layout.fps:g} fps; from frame {frame} on it is more than half a frame"
             )
-            self.report.warning("clock-drift", message, REPAIR_CLOCK, **self._place(episode, "timestamp"))
+            place = self._place(episode, "timestamp")
+            self.report.warning("clock-drift", message, REPAIR_CLOCK, frame=frame, **place)
 
     def _check_numbers(self, episode: EpisodeEntry, rows: np.ndarray) -> None:
         for name, values in self._columns.items():
@@ -265,7 +267,8 @@ class _File:
                         f"{bad.sum()} of {part.size} values are NaN or infinite, in {len(frames)} frames; "
                         f"the first is frame {frames[0]}"
                     )
-                    self.report.error("not-finite", message, RECORD_AGAIN, **self._place(episode, name))
+                    place = self._place(episode, name)
+                    self.report.error("not-finite", message, RECORD_AGAIN, frame=int(frames[0]), **place)
                     part = np.where(bad, np.nan, part)
             low, high = np.fmin.reduce(part, axis=0), np.fmax.reduce(part, axis=0)
             lows, highs = self.tables.low, self.tables.high
@@ -275,13 +278,15 @@ class _File:
     def _check_tasks(self, episode: EpisodeEntry, rows: np.ndarray) -> None:
         if "task_index" not in self._columns or not self.layout.tasks:
             return
-        used = np.unique(self._columns["task_index"][rows, 0]).tolist()
+        column = self._columns["task_index"][rows, 0]
+        used = np.unique(column).tolist()
         self.tables.tasks[episode.index] = used
         unknown = [task for task in used if task not in self.layout.tasks]  # NaN too
         if unknown:
             message = f"task_index {unknown[:5]} is not among the dataset's {len(self.layout.tasks)} tasks"
             fix = "download meta/tasks again, or correct the column"
-            self.report.error("task-unknown", message, fix, **self._place(episode, "task_index"))
+            frame = int(np.argmin(np.isin(column, [*self.layout.tasks])))
+            self.report.error("task-unknown", message, fix, frame=frame, **self._place(episode, "task_index"))
 
     def _check_images(self, episode: EpisodeEntry, rows: np.ndarray) -> None:
         for name in self.table.column_names:
@@ -299,7 +304,8 @@ class _File:
             if bad and self.report.deep:
                 frame, why = bad[0]
                 message = f"{len(bad)} of {len(rows)} images are unusable; the first is frame {frame}: {why}"
-                self.report.error("image-undecodable", message, FETCH_AGAIN, **self._place(episode, name))
+                place = self._place(episode, name)
+                self.report.error("image-undecodable", message, FETCH_AGAIN, frame=frame, **place)
 
     def _image_fault(
         self, feature: Feature, data: bytes | None, number: int, watch: ImageWatch

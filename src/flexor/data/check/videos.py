@@ -226,10 +226,10 @@ class _VideoFile:
             message = (
                 f"{len(bad)} of {count} frames can't be decoded; the first is frame {bad[0]} of the episode"
             )
-            self.report.error("video-undecodable", message, FETCH_AGAIN, **place)
+            self.report.error("video-undecodable", message, FETCH_AGAIN, frame=int(bad[0]), **place)
         if count < episode.length:
             message = f"the video has {count} frames, but the table has {episode.length} rows"
-            self.report.error("video-frames", message, FETCH_AGAIN, **place)
+            self.report.error("video-frames", message, FETCH_AGAIN, frame=count, **place)
             return False
         if count > episode.length:
             extra = count - episode.length
@@ -260,11 +260,13 @@ class _VideoFile:
             )
             self.report.warning("clock-video", message, REPAIR_CLOCK, **place)
             return
-        distance = np.abs(times[match.numbers] - span.start - clock).max()
+        distances = np.abs(times[match.numbers] - span.start - clock)
+        distance = distances.max()
         # float32 timestamps of a long episode have limited precision themselves.
         if distance > LEROBOT_TOLERANCE + float(np.spacing(np.float32((span.start + clock).max()))):
             message = (
                 f"frames are up to {distance * 1e3:.2f} ms from their rows' timestamps: less than half a frame, so "
                 f"Flexor finds every row's frame; LeRobot accepts at most {LEROBOT_TOLERANCE * 1e3:g} ms"
             )
-            self.report.warning("clock-jitter", message, NOT_NEEDED, **place)
+            frame = int(np.argmax(distances))
+            self.report.warning("clock-jitter", message, NOT_NEEDED, frame=frame, **place)

@@ -38,7 +38,8 @@ class BadEpisodes:
         if self.reasons and on_bad_episode == "raise":
             raise self._refusal()
         if self.reasons:
-            summary = f"{len(self.reasons)} episodes can't be read and are skipped"
+            count = len(self.reasons)
+            summary = f"{count} episode{'s' if count > 1 else ''} can't be read: skipped"
             warn_once("%s", with_examples(f"{self.dataset}: {summary}:", self._lines()))
 
     def _lines(self) -> list[str]:

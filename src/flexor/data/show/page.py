@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -13,7 +13,7 @@ from flexor.core.console import Progress
 from flexor.core.errors import ConfigError
 from flexor.core.machine import usable_cores
 from flexor.data.check.check import check_dataset
-from flexor.data.check.report import CheckReport, group_findings, ranges
+from flexor.data.check.report import CheckReport, counted, group_findings, ranges
 from flexor.data.dataset import Dataset, open_dataset
 from flexor.data.show.budget import PAGE_BYTES, PageBudget, ThumbnailLayout, page_budget, thumbnail_layout
 from flexor.data.show.curves import CurveFeature, curve_features, episode_curves, frames_per_point
@@ -28,6 +28,7 @@ LEVEL_BINS = 32
 MAX_TASKS = 500
 MAX_GROUPS = 100
 MAX_GROUP_EPISODES = 300
+MAX_MARKS = 20  # of an episode
 MAX_CAMERAS = 16
 MAX_TEXT = 300  # of a text from the dataset
 MIN_PAGE_BYTES = 2_000_000
@@ -69,8 +70,8 @@ def show_dataset(
 def render(result: dict[str, Any]) -> str:
     shown_count, total = result["episodes_shown"], result["episodes"]
     selection = f"{shown_count} of {total} episodes (--episodes chooses)"
-    extent = f"{total} episodes" if shown_count == total else selection
-    counts = f"{result['errors']} errors, {result['warnings']} warnings"
+    extent = counted(total, "episode") if shown_count == total else selection
+    counts = f"{counted(result['errors'], 'error')}, {counted(result['warnings'], 'warning')}"
     return f"{result['file']}: {result['bytes'] / 1e6:.1f} MB, {extent}; the check found {counts}"
 
 
@@ -83,7 +84,8 @@ def page_data(
     cameras = dataset.cameras[:MAX_CAMERAS]
     sizes = {name: dataset.features[name].chw[1:] for name in cameras}
     sheet = thumbnail_layout(sizes, budget.image_bytes) if sizes else None
-    strips = _strips(dataset, budget, sheet, progress)
+    marks = frame_marks(report, [int(dataset.episodes.index[at]) for at in budget.episodes])
+    strips = _strips(dataset, budget, sheet, marks, progress)
     tasks = task_counts(dataset)[:MAX_TASKS]
     numbers = {task["text"]: number for number, task in enumerate(tasks)}
     return {
@@ -102,13 +104,18 @@ def page_data(
         ],
         "episodes": [
             _episode(dataset, position, features, budget, strip, numbers)
+            | {"marks": marks.get(int(dataset.episodes.index[position]), [])}
             for position, strip in zip(budget.episodes, strips)
         ],
     }
 
 
 def _strips(
-    dataset: Dataset, budget: PageBudget, sheet: ThumbnailLayout | None, progress: Progress | None
+    dataset: Dataset,
+    budget: PageBudget,
+    sheet: ThumbnailLayout | None,
+    marks: Mapping[int, list[dict[str, Any]]],
+    progress: Progress | None,
 ) -> list[Strip]:
     """The strips of all shown episodes, decoded in threads."""
     if sheet is None:
@@ -116,7 +123,10 @@ def _strips(
     strips: list[Strip] = []
     with ThreadPoolExecutor(min(usable_cores(), 16), thread_name_prefix="strips") as threads:
         nbytes = budget.image_bytes
-        jobs = [threads.submit(make_strip, dataset, at, sheet, nbytes) for at in budget.episodes]
+        jobs = []
+        for at in budget.episodes:
+            marked = [mark["frame"] for mark in marks.get(int(dataset.episodes.index[at]), [])]
+            jobs.append(threads.submit(make_strip, dataset, at, sheet, nbytes, marked))
         try:
             for job in jobs:
                 strips.append(job.result())
@@ -174,9 +184,26 @@ def _check(report: CheckReport) -> dict[str, Any]:
         about |= {"feature": _short(first.feature or ""), "file": _short(first.file or "")}
         texts = [_short(message) for message in messages[:3]]
         more = max(len(messages) - 3, 0)
-        groups.append({**about, "episodes": episodes[:MAX_GROUP_EPISODES], "messages": texts, "more": more})
+        frames = {
+            f.episode: f.frame for f in reversed(group) if f.episode is not None and f.frame is not None
+        }
+        places = [[episode, frames.get(episode)] for episode in episodes[:MAX_GROUP_EPISODES]]
+        groups.append({**about, "episodes": places, "messages": texts, "more": more})
     counts = {"errors": len(report.errors), "warnings": len(report.warnings)}
     return {"ok": report.ok, "deep": report.deep, **counts, "groups": groups}
+
+
+def frame_marks(report: CheckReport, episodes: Sequence[int]) -> dict[int, list[dict[str, Any]]]:
+    """What the check found at a frame, by episode and in order."""
+    marks: dict[int, list[dict[str, Any]]] = {episode: [] for episode in episodes}
+    for finding in sorted(report.findings, key=lambda finding: finding.frame or 0):
+        if finding.frame is None or finding.episode not in marks:
+            continue
+        about = {"frame": finding.frame, "severity": finding.severity, "kind": finding.name}
+        about |= {"feature": _short(finding.feature or ""), "text": _short(finding.evidence)}
+        if about not in marks[finding.episode] and len(marks[finding.episode]) < MAX_MARKS:
+            marks[finding.episode].append(about)
+    return marks
 
 
 def _camera(dataset: Dataset, name: str, sheet: ThumbnailLayout, strips: list[Strip]) -> dict[str, Any]:

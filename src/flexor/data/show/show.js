@@ -55,14 +55,29 @@ function problem(group) {
     place ? ` ${place}` : "",
     group.messages.map((message) => make("p", {}, message)),
     group.more ? make("p", { class: "soft" }, `and ${group.more} similar ones`) : null,
-    group.episodes.length ? make("p", {}, "episodes ", episodeLinks(group.episodes)) : null,
+    group.episodes.length ? make("p", {}, "episodes ", placeLinks(group.episodes)) : null,
     make("p", { class: "soft" }, `→ ${group.fix}`),
   );
 }
 
-function episodeLinks(indices) {
-  const few = indices.slice(0, 40).flatMap((index) => [make("a", { href: `#episode-${index}` }, `${index}`), " "]);
-  return indices.length > 40 ? [...few, `and ${indices.length - 40} more`] : few;
+/** Links to episodes, and to their frames where they are known: [[episode, frame or null], ...]. */
+function placeLinks(places) {
+  const few = places.slice(0, 40).flatMap(([index, frame]) => {
+    const text = frame === null ? `${index}` : `${index} (frame ${frame})`;
+    if (!data.episodes.some((episode) => episode.index === index)) return [text, " "];
+    const link = make("a", { href: `#episode-${index}` }, text);
+    if (frame !== null) link.addEventListener("click", () => showFrame(index, frame));
+    return [link, " "];
+  });
+  return places.length > 40 ? [...few, `and ${places.length - 40} more`] : few;
+}
+
+/** Shows a frame of an episode, even if the episode was filtered out or is not drawn yet. */
+function showFrame(index, frame) {
+  const card = document.getElementById(`episode-${index}`);
+  card.hidden = false;
+  if (card.classList.contains("empty")) fillCard(card, data.episodes.find((episode) => episode.index === index));
+  card.show(frame);
 }
 
 // Tasks, and how long episodes are.
@@ -124,7 +139,7 @@ function levelsTable() {
 // Episodes.
 
 let ownScales = false; // of the curves of a feature
-const flagged = new Set(data.check.groups.flatMap((group) => group.episodes));
+const flagged = new Set(data.check.groups.flatMap((group) => group.episodes.map(([index]) => index)));
 
 function episodeSection() {
   const cards = data.episodes.map(episodeCard);
@@ -183,16 +198,18 @@ function episodeCard(episode) {
   for (const [camera, why] of Object.entries(episode.problems)) {
     card.append(make("div", { class: "error" }, `${camera}: ${why}`));
   }
-  whenNear(card, () => fillCard(card, episode));
+  whenNear(card, () => card.classList.contains("empty") && fillCard(card, episode));
   return card;
 }
 
 /** Filmstrip, curves and the frame under the cursor, which all follow each other. */
 function fillCard(card, episode) {
   card.classList.remove("empty");
-  card.querySelectorAll(".film, .detail").forEach((old) => old.remove());
+  card.querySelectorAll(".marks, .film, .detail").forEach((old) => old.remove());
   const parts = [];
   const show = (frame) => parts.forEach((part) => part.show(frame));
+  card.show = show;
+  if (episode.marks.length) card.append(markButtons(episode, show));
   const preview = make("div", { class: "preview" });
   if (episode.image) {
     parts.push(filmstrip(episode, show));
@@ -222,6 +239,17 @@ function fillCard(card, episode) {
   show(0);
 }
 
+/** What the check found in an episode; a click shows the frame. */
+function markButtons(episode, show) {
+  const buttons = episode.marks.map(({ frame, severity, kind, feature, text }) => {
+    const label = [`frame ${frame}:`, kind, feature].filter(Boolean).join(" ");
+    const button = make("button", { type: "button", class: severity, title: text }, label);
+    button.addEventListener("click", () => show(Math.min(frame, episode.length - 1)));
+    return button;
+  });
+  return make("div", { class: "marks" }, buttons);
+}
+
 function frameUnder(plot, event) {
   const box = plot.svg.getBoundingClientRect();
   return plot.at(Math.min(Math.max((event.clientX - box.left) / box.width, 0), 1));
@@ -240,7 +268,8 @@ function filmstrip(episode, show) {
     line.style.height = `${data.sheet_height}px`;
     return line;
   });
-  const inside = make("div", { class: "inside" }, image, make("div", { class: "labels" }, labels), marks);
+  const names = make("div", { class: "labels" }, labels);
+  const inside = make("div", { class: "inside" }, image, names, cameraFlags(episode), marks);
   inside.addEventListener("pointermove", (event) => {
     const box = inside.getBoundingClientRect();
     const row = Math.min(Math.floor((event.clientY - box.top) / data.sheet_height), data.cameras.length - 1);
@@ -258,6 +287,21 @@ function filmstrip(episode, show) {
       data.cameras.forEach((camera, row) => (marks[row].style.left = `${column * camera.thumbnail_width}px`));
     },
   };
+}
+
+/** Bars above the images of a camera in which the check found something. */
+function cameraFlags(episode) {
+  return data.cameras.flatMap((camera, row) =>
+    episode.marks
+      .filter((mark) => mark.feature === camera.name)
+      .map(({ frame, severity }) => {
+        const flag = make("div", { class: `flag ${severity}` });
+        const [width, height] = [camera.thumbnail_width, data.sheet_height];
+        const left = nearest(episode.frames, frame) * width;
+        Object.assign(flag.style, { left: `${left}px`, top: `${row * height}px`, width: `${width}px`, height: `${height}px` });
+        return flag;
+      }),
+  );
 }
 
 /** A camera's frame under the cursor, enlarged. */
@@ -314,8 +358,22 @@ function episodePlots(episode) {
       at += points * each;
       return { name, low, high, from, to };
     });
-    return curvePlot(feature.name, ownScales ? curves : sameAxis(curves), episode.every, episode.length);
+    return curvePlot(
+      feature.name,
+      ownScales ? curves : sameAxis(curves),
+      episode.every,
+      episode.length,
+      plotMarks(episode, feature.name),
+    );
   });
+}
+
+/** The marks on the plot of a feature: its own, and those of columns that are not drawn, such as timestamps. */
+function plotMarks(episode, name) {
+  const elsewhere = [...data.curves, ...data.cameras].map((feature) => feature.name).filter((other) => other !== name);
+  return episode.marks
+    .filter((mark) => !elsewhere.includes(mark.feature))
+    .map((mark) => ({ ...mark, text: `${mark.kind}: ${mark.text}` }));
 }
 
 /** All values of a feature on one axis, so that they can be compared. */

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -33,10 +34,12 @@ class Strip:
     """Per camera: how many pixels of its thumbnails have each level, [channels, 256]."""
 
 
-def make_strip(dataset: Dataset, position: int, sheet: ThumbnailLayout, nbytes: int) -> Strip:
-    """The strip of the episode at this position, of at most `nbytes`."""
+def make_strip(
+    dataset: Dataset, position: int, sheet: ThumbnailLayout, nbytes: int, marked: Collection[int] = ()
+) -> Strip:
+    """The strip of the episode at this position, of at most `nbytes`. It has the `marked` frames, if they fit."""
     length = int(dataset.episodes.length[position])
-    frames = spread_frames(length, sheet.most)
+    frames = with_marked(spread_frames(length, sheet.most), [frame for frame in marked if frame < length])
     strip = Strip(frames)
     first = int(dataset.episodes.start[position])
     rows = []
@@ -54,8 +57,10 @@ def make_strip(dataset: Dataset, position: int, sheet: ThumbnailLayout, nbytes: 
         if len(strip.frames) == 1:
             strip.image = jpeg(_sheet(rows), QUANTIZERS[-1])
             break
-        strip.frames = strip.frames[::2]
-        rows = [row[::2] for row in rows]
+        remaining = [i for i, frame in enumerate(strip.frames) if i % 2 == 0 or frame in marked]
+        remaining = remaining if len(remaining) < len(strip.frames) else remaining[::2]
+        strip.frames = [strip.frames[i] for i in remaining]
+        rows = [row[remaining] for row in rows]
     if len(strip.image) > nbytes:
         strip.image = b""
         strip.problems["images"] = "no room for them on the page: show fewer episodes"
@@ -65,6 +70,15 @@ def make_strip(dataset: Dataset, position: int, sheet: ThumbnailLayout, nbytes: 
 def spread_frames(length: int, limit: int) -> list[int]:
     """Frames at equal distances, the first and the last among them."""
     return np.unique(np.linspace(0, length - 1, min(length, limit)).round().astype(int)).tolist()
+
+
+def with_marked(frames: list[int], marked: Sequence[int]) -> list[int]:
+    """The frames with each marked one instead of the nearest that is not marked."""
+    replaceable = [frame for frame in frames if frame not in marked]
+    for frame in marked:
+        if frame not in frames and replaceable:
+            replaceable.remove(min(replaceable, key=lambda near: abs(near - frame)))
+    return sorted({*replaceable, *marked})[: len(frames)]
 
 
 def camera_thumbnails(
