@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
+from flexor.cli import open_loop
 from flexor.cli.server_flags import server_address, server_flags
 from flexor.core.console import print_result, progress
 
@@ -13,7 +14,9 @@ def run(arguments: list[str]) -> int:
     from flexor.evaluate.report import evaluate_policy
 
     parser = argparse.ArgumentParser(
-        prog="flexor eval", description="Run episodes with a trained policy and report its success rate."
+        prog="flexor eval",
+        description="Run episodes with a trained policy and report its success rate; or compare its predictions with "
+        "recorded episodes (--open_loop).",
     )
     parser.add_argument(
         "policy", nargs="?", help="run, checkpoint folder or Hub repository; leave it out with --server"
@@ -29,12 +32,17 @@ def run(arguments: list[str]) -> int:
         type=Path,
         help="folder for videos (default: videos/eval in the run's folder); --eval.videos sets how many",
     )
+    open_loop.add_flags(parser)
     server_flags(parser)
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     parsed, more = parser.parse_known_args(_lerobot_eval(arguments))
     server = server_address(parsed)
     if parsed.policy is None and server is None:
         parser.error("name a policy (a run, a checkpoint, a Hub repository), or a --server that has one")
+    if parsed.open_loop:
+        if parsed.policy is None:
+            parser.error("--open_loop needs the policy itself, not a --server")
+        return open_loop.run(parsed.policy, [*parsed.settings, *more], parsed)
     result, text = evaluate_policy(
         parsed.policy, [*parsed.settings, *more], parsed.videos, progress("evaluating"), server
     )

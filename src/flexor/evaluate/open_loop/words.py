@@ -1,0 +1,72 @@
+"""Whether each episode's words fit it: the policy's error with them, and with those of the other tasks."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass
+
+import numpy as np
+
+from flexor.evaluate.open_loop.errors import Target
+from flexor.evaluate.open_loop.predict import Predict
+from flexor.evaluate.open_loop.samples import Samples
+
+MOST_TASKS = 8  # the most frequent ones
+FALLS = 0.3  # an episode fits the words of another task if its error falls by this share with them
+EPISODES = 0.2  # words are shuffled if they do not fit so large a share of the episodes
+
+
+@dataclass(frozen=True, eq=False)
+class WordFit:
+    """Errors of episodes [E, K] with the words of each of K tasks, and with the recorded ones [E]."""
+
+    tasks: list[str]
+    episodes: list[int]
+    recorded: list[str]
+    errors: np.ndarray
+    recorded_errors: np.ndarray
+
+    @property
+    def misfits(self) -> dict[int, str]:
+        """By episode the words that fit better than the recorded ones."""
+        best = self.errors.argmin(1)
+        falls = 1 - self.errors.min(1) / np.maximum(self.recorded_errors, 1e-12)
+        return {
+            episode: self.tasks[best[row]]
+            for row, episode in enumerate(self.episodes)
+            if falls[row] > FALLS and self.tasks[best[row]] != self.recorded[row]
+        }
+
+    @property
+    def are_shuffled(self) -> bool:
+        return len(self.misfits) >= max(2, EPISODES * len(self.episodes))
+
+    @property
+    def fall(self) -> float:
+        """The share by which the error of these episodes falls with the words that fit."""
+        rows = [self.episodes.index(episode) for episode in self.misfits]
+        return float(1 - self.errors[rows].min(1).mean() / self.recorded_errors[rows].mean())
+
+
+def fit_words(
+    samples: Samples, target: Target, predictor: Predict, predicted: np.ndarray, tasks: list[str]
+) -> WordFit | None:
+    """None if there are not two tasks to choose from."""
+    tasks = tasks or [task for task, _ in Counter(samples.task).most_common(MOST_TASKS)]
+    tasks = tasks[:MOST_TASKS]
+    if len({*tasks, *samples.task}) < 2:
+        return None
+    episodes, first = np.unique(samples.episode, return_index=True)
+
+    def by_episode(actions: np.ndarray) -> np.ndarray:
+        scores = target.sample_scores(actions)
+        return np.array([np.nanmean(scores[samples.episode == episode]) for episode in episodes])
+
+    errors = [by_episode(predictor(None, [task] * len(samples))) for task in tasks]
+    return WordFit(
+        tasks,
+        episodes.tolist(),
+        [samples.task[place] for place in first.tolist()],
+        np.stack(errors, axis=1),
+        by_episode(predicted),
+    )
