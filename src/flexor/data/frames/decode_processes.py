@@ -1,7 +1,8 @@
 """Processes that decode into shared memory, for a loader that has more cores than one interpreter can use.
 
-One thread sends requests and receives answers (see `video/decode_request.py`). Each process has a few requests at a
-time, so that it never waits for the next one. A process that dies fails what is requested from then on.
+One thread sends requests and receives answers (see `video/decode_request.py`). A process has two small requests at a
+time, so that it never waits for the next one; a large one goes to the first process that is free. A process that dies
+fails what is requested from then on.
 """
 
 from __future__ import annotations
@@ -31,7 +32,9 @@ from flexor.data.video.decode_worker import IGNORED_SIGNALS, LENGTH, message
 
 __all__ = ["Answered", "DecodeProcesses", "SharedMemory", "processes_available"]
 
-AT_A_TIME = 2  # requests that a process has
+NEXT_BYTES = (
+    4 << 20
+)  # of frames; a process that has fewer to decode gets a further request, so that it never waits
 CHUNK = 1 << 20  # bytes received at once
 LAUNCH = "import sys; sys.path[:] = {path!r}; from flexor.data.video.decode_worker import main; main()"
 EXIT_S = 5.0  # to see how a process ended that closed its connection
@@ -72,7 +75,10 @@ class _Process:
     number: int
     process: subprocess.Popen[bytes]
     connection: socket.socket
-    pending: deque[Answered] = field(default_factory=deque)
+    pending: deque[tuple[int, Answered]] = field(
+        default_factory=deque
+    )  # bytes of frames; first come, first served
+    pending_bytes: int = 0
     unsent: bytearray = field(default_factory=bytearray)
     received: bytearray = field(default_factory=bytearray)
 
@@ -95,7 +101,7 @@ class DecodeProcesses:
     def __init__(self, processes: int):
         self.count = processes
         self.memory = SharedMemory()
-        self._waiting: list[tuple[tuple[int, ...], int, bytes, Answered]] = []
+        self._waiting: list[tuple[tuple[int, ...], int, int, bytes, Answered]] = []
         self._tie = count()
         self._lock = threading.Lock()
         self._processes: list[_Process] = []
@@ -108,7 +114,7 @@ class DecodeProcesses:
         """`answered` is called by the thread of this object, soon."""
         data = message(request)
         with self._lock:
-            heapq.heappush(self._waiting, (priority, next(self._tie), data, answered))
+            heapq.heappush(self._waiting, (priority, next(self._tie), request.nbytes, data, answered))
             if self._thread is None and not self._closing:
                 self._processes = [self._start(number) for number in range(self.count)]
                 self._thread = threading.Thread(target=self._run, name="loader-decode", daemon=True)
@@ -181,11 +187,12 @@ class DecodeProcesses:
         """Give the waiting requests to the processes that have the fewest."""
         with self._lock:
             while self._waiting:
-                process = min(self._processes, key=lambda process: len(process.pending))
-                if len(process.pending) >= AT_A_TIME:
+                process = min(self._processes, key=lambda process: process.pending_bytes)
+                if process.pending_bytes >= NEXT_BYTES:
                     return
-                _, _, data, answered = heapq.heappop(self._waiting)
-                process.pending.append(answered)
+                _, _, nbytes, data, answered = heapq.heappop(self._waiting)
+                process.pending.append((nbytes, answered))
+                process.pending_bytes += nbytes
                 process.unsent += data
 
     def _send(self, process: _Process, selector: selectors.BaseSelector) -> None:
@@ -213,7 +220,8 @@ class DecodeProcesses:
         for content in process.messages():
             answer = pickle.loads(content)  # noqa: S301  (from a process of ours)
             count_read(answer.bytes_read)
-            answered = process.pending.popleft()
+            nbytes, answered = process.pending.popleft()
+            process.pending_bytes -= nbytes
             if answer.failure is not None:
                 raise FlexorError(f"decode process {process.number} failed:\n{answer.failure}")
             answered(SourceError(answer.unreachable) if answer.unreachable is not None else answer)
@@ -238,7 +246,7 @@ class DecodeProcesses:
                 answered = [entry[-1] for entry in self._waiting]
                 self._waiting.clear()
             for process in self._processes:
-                answered += process.pending
+                answered += [entry[-1] for entry in process.pending]
                 process.pending.clear()
             for function in answered:
                 function(error)

@@ -41,6 +41,11 @@ class DecodeRequest:
     format: PlaneFormat
     files: list[FramesOfFile]
 
+    @property
+    def nbytes(self) -> int:
+        """Of the decoded frames."""
+        return self.format.nbytes * sum(len(frames.offsets) for frames in self.files)
+
 
 @dataclass
 class DecodeAnswer:
