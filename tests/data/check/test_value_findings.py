@@ -6,6 +6,8 @@ import numpy as np
 import pytest
 
 from flexor.data.check.check import check_dataset
+from flexor.data.check.episode_names import EpisodeNames
+from flexor.data.check.values import outliers, summarise_rows
 from flexor.data.repair.repair import repair_dataset
 from support.faulty_arm import TOP, change_statistics, glitch, scaled, still, write_arm
 
@@ -71,3 +73,21 @@ def test_placeholders_are_no_camera_that_never_changes(tmp_path):
 def test_statistics_of_all_episodes_are_not_compared_with_some(tmp_path):
     root = write_arm(tmp_path / "arm", scaled(DEGREES, [3], slice(0, 6)))
     assert check_dataset(root, deep=False, episodes=[0, 1]).findings == []
+
+
+def test_a_joint_that_mostly_rests_has_no_outliers():
+    """It moves in less than a hundredth of the frames, but it moves; a failed sensor jumps."""
+    rest = np.random.default_rng(0).normal(0, 1e-4, (2000, 1))
+    index, start = EpisodeNames(np.arange(10)), np.arange(0, 2000, 200)
+
+    def outliers_of(rows: np.ndarray) -> list:
+        values = summarise_rows(STATE, [], index, rows, start)
+        return [fault.frames for fault in outliers(values, np.zeros((10, 1), bool))]
+
+    moved, jumped, stuck, lifted = (rest.copy() for _ in range(4))
+    moved[600:616, 0] += np.sin(np.linspace(0, np.pi, 16))
+    jumped[607, 0] += 1
+    stuck[607:620, 0] += 1
+    lifted[600:, 0] += np.linspace(0, 1, 1400)  # is not rare
+    assert outliers_of(moved) == outliers_of(rest) == outliers_of(lifted) == []
+    assert [{*frames} for frames in (*outliers_of(jumped), *outliers_of(stuck))] == [{3}, {3}]

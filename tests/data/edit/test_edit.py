@@ -138,7 +138,7 @@ def test_missing_statistics_are_computed(originals, tmp_path):
 def test_an_episode_that_cannot_be_copied_is_named_and_can_be_deleted(originals, tmp_path, kind):
     root = shutil.copytree(originals / kind, tmp_path / kind)
     sorted(root.rglob(f"*{SIDE}/**/*2.mp4"))[0].unlink()
-    with pytest.raises(DatasetError, match=r"1 episodes can't be copied \(2\).*2.mp4 is missing.*repair"):
+    with pytest.raises(DatasetError, match=r"1 episode can't be copied \(2\).*2.mp4 is missing.*repair"):
         delete_episodes(root, tmp_path / "new", "0")
     assert not (tmp_path / "new").exists()
     assert_copied(delete_episodes(root, tmp_path / "new", "2"), [root], skip=("task_index",))
@@ -377,7 +377,7 @@ def test_a_dry_run_lists_what_would_be_cut(originals, tmp_path, capsys):
     assert cli.main(["data", "trim", str(root), "--dry_run", "--keep=0.1"]) == 0
     text = capsys.readouterr().out
     assert "episode 0: 2 frames (0.20 s) at the start, 3 (0.30 s) at the end; 7 stay" in text
-    assert "1 episodes never move, nothing is cut from them: 1" in text
+    assert "no motion in 1 episode, nothing is cut: 1" in text
     assert "5 of 38 frames would be cut (13.2%) from 1 of 4 episodes" in text
     assert cli.main(["data", "trim", str(root), "--dry_run", "--json", "--episodes=2"]) == 0
     result = json.loads(capsys.readouterr().out)

@@ -72,7 +72,7 @@ class CheckReport:
 
     def _lines(self) -> Iterable[str]:
         depth = "every frame decoded" if self.deep else "only packets read, nothing decoded"
-        yield f"{self.root}: {self.version}, {len(self.checked)} episodes checked ({depth})"
+        yield f"{self.root}: {self.version}, {counted(len(self.checked), 'episode')} checked ({depth})"
         for group in group_findings(self.findings):
             yield from _group_lines(group)
         good = self.good_episodes

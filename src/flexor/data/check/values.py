@@ -21,6 +21,9 @@ from flexor.runs.text import figure
 
 SAMPLED = 100_000  # rows that quantiles and deviations are computed of
 OUTLIER = 20.0  # distance from the range of 98 % of the values, in such ranges
+JUMP = (
+    0.5  # of this distance: a joint that mostly rests gets there in smaller steps, a failed sensor does not
+)
 
 
 @dataclass(frozen=True)
@@ -121,10 +124,17 @@ def constant(values: EpisodeValues, is_action: bool) -> list[ValueFault]:
     if not is_action:
         change = "if it can change on the robot, remove it: normalisation divides any change by almost zero"
     evidence = (
-        f"{values.dimensions(which)} {'is' if len(which) == 1 else 'are'} constant in all "
-        f"{len(values.start)} episodes{constant_value}"
+        f"{values.dimensions(which)} {'is' if len(which) == 1 else 'are'} constant in "
+        f"{values.names.at(np.arange(len(values.start)))}{constant_value}"
     )
     return [ValueFault("dead action dimension" if is_action else "state never changes", evidence, change)]
+
+
+def _moves_there(column: np.ndarray, low: float, high: float) -> bool:
+    """Whether an episode's values leave the usual range in steps, and not at once or all of them."""
+    beyond = np.fmax(column - high, low - column)
+    steps = np.abs(np.diff(column))
+    return bool((beyond <= 0).any() and np.nanmax(steps, initial=0.0) < JUMP * np.nanmax(beyond))
 
 
 def outliers(values: EpisodeValues, explained: np.ndarray) -> list[ValueFault]:
@@ -133,6 +143,9 @@ def outliers(values: EpisodeValues, explained: np.ndarray) -> list[ValueFault]:
     span = high - low
     above, below = (part / np.maximum(span, 1e-300) for part in (values.high - high, low - values.low))
     far = np.nan_to_num(np.where((span > 0) & ~explained, np.maximum(above, below), 0.0))
+    for episode, number in np.argwhere(far > OUTLIER).tolist():
+        if _moves_there(values.of_episode(episode, number), low[number], high[number]):
+            far[episode, number] = 0.0
     if far.max(initial=0.0) <= OUTLIER:
         return []
     frames = {}

@@ -15,6 +15,7 @@ from typing import Any
 from flexor.core.console import Progress
 from flexor.core.errors import ConfigError
 from flexor.data.check.check import check_dataset
+from flexor.data.check.report import counted
 from flexor.data.edit.merge import shared_features
 from flexor.data.edit.output import check_targets, new_folders
 from flexor.data.edit.report import EditReport, NewDataset
@@ -172,8 +173,7 @@ def _changes(source: EditSource) -> list[str]:
         for change in plan.repairs:
             groups.setdefault(change, []).append(plan)
     for change, plans in groups.items():
-        count = f"{len(plans)} episode{'s' if len(plans) > 1 else ''}"
-        notes.append(f"{source.root}: {count}: {change}")
+        notes.append(f"{source.root}: {counted(len(plans), 'episode')}: {change}")
     return notes
 
 

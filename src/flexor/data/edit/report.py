@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from flexor.data.check.report import CheckReport, ranges
-from flexor.data.edit.source import Part
+from flexor.data.check.report import CheckReport, counted, ranges
+from flexor.data.edit.source import EditSource, Part
 
 LISTED_EPISODES = 30  # in the text; --json has all
 
@@ -74,7 +74,7 @@ class EditReport:
         yield from self.lines
         for dataset in self.datasets:
             would = "would have" if self.dry_run else "has"
-            size = f"{len(dataset.parts)} episodes ({dataset.frames} frames)"
+            size = f"{counted(len(dataset.parts), 'episode')} ({counted(dataset.frames, 'frame')})"
             yield f"{dataset.folder} {would} {size}: {_origin(dataset)}"
         yield from (f"  {note}" for note in self.notes)
         for dataset in self.datasets:
@@ -84,10 +84,10 @@ class EditReport:
 
 def _origin(dataset: NewDataset) -> str:
     """Which episodes of which datasets it has."""
-    origins: dict[Path, list[int]] = {}
+    origins: dict[EditSource, list[int]] = {}
     for part in dataset.parts:
-        origins.setdefault(part.source.root, []).append(part.plan.episode.index)
-    return "; ".join(f"{ranges(sorted(episodes))} of {root}" for root, episodes in origins.items())
+        origins.setdefault(part.source, []).append(part.plan.episode.index)
+    return "; ".join(f"{ranges(sorted(episodes))} of {source.root}" for source, episodes in origins.items())
 
 
 def _part_json(new: int, part: Part) -> dict[str, Any]:

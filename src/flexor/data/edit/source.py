@@ -14,7 +14,7 @@ import pyarrow.parquet as pq
 
 from flexor.core.errors import ConfigError, DatasetError
 from flexor.data.check.layout import Layout, read_layout
-from flexor.data.check.report import CheckReport, ranges
+from flexor.data.check.report import CheckReport, counted, ranges
 from flexor.data.check.tables import numbers
 from flexor.data.dataset import Dataset, open_dataset
 from flexor.data.format.episode_list import parse_episodes
@@ -74,7 +74,8 @@ class EditSource:
         if bad:
             listing = ranges(sorted(episode.episode.index for episode in bad))
             raise DatasetError(
-                f"{self.root}: {len(bad)} episodes can't be copied ({listing}). The first: {bad[0].reason}. {REPAIR}; "
+                f"{self.root}: {counted(len(bad), 'episode')} can't be copied ({listing}). The first: "
+                f"{bad[0].reason}. {REPAIR}; "
                 "`flexor data delete` leaves out the episodes that you name."
             )
         return plan

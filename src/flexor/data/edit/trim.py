@@ -10,6 +10,7 @@ import numpy as np
 
 from flexor.core.batch import ACTION, STATE
 from flexor.core.errors import ConfigError
+from flexor.data.check.report import counted
 from flexor.data.edit.language import EVENTS, has_events
 from flexor.data.edit.report import LISTED_EPISODES
 from flexor.data.edit.source import FLAGS_AT_END, EditSource, Part
@@ -155,7 +156,7 @@ def describe_trims(trims: Sequence[Trim], fps: float, dry_run: bool) -> tuple[li
     still = [trim.part.plan.episode.index for trim in trims if not trim.moves]
     if still:
         listing = ", ".join(map(str, still[:20])) + (" ..." if len(still) > 20 else "")
-        lines.append(f"{len(still)} episodes never move, nothing is cut from them: {listing}")
+        lines.append(f"no motion in {counted(len(still), 'episode')}, nothing is cut: {listing}")
     frames = sum(trim.at_start + trim.at_end for trim in trims)
     total = sum(trim.part.plan.length for trim in trims)
     would = "would be cut" if dry_run else "cut"
@@ -168,6 +169,6 @@ def describe_trims(trims: Sequence[Trim], fps: float, dry_run: bool) -> tuple[li
 def _line(trim: Trim, fps: float) -> str:
     start, end = trim.at_start, trim.at_end
     return (
-        f"episode {trim.part.plan.episode.index}: {start} frames ({start / fps:.2f} s) at the start, {end} "
+        f"episode {trim.part.plan.episode.index}: {counted(start, 'frame')} ({start / fps:.2f} s) at the start, {end} "
         f"({end / fps:.2f} s) at the end; {trim.part.length} stay"
     )

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from flexor.data.check.layout import EpisodeEntry
-from flexor.data.check.report import CheckReport, ranges
+from flexor.data.check.report import CheckReport, counted, ranges
 
 
 @dataclass(frozen=True)
@@ -125,7 +125,7 @@ class RepairReport:
         repaired = sum(bool(plan.repairs) for plan in self.included)
         not_selected = f", {self.not_selected} not selected" if self.not_selected else ""
         yield (
-            f"{len(self.included)} episodes {would}kept ({frames} frames), {repaired} of them repaired; "
+            f"{counted(len(self.included), 'episode')} {would}kept ({frames} frames), {repaired} of them repaired; "
             f"{len(self.excluded)} left out{not_selected}"
         )
         if self.excluded and not self.dry_run:
