@@ -21,9 +21,7 @@ from flexor.runs.text import figure
 
 SAMPLED = 100_000  # rows that quantiles and deviations are computed of
 OUTLIER = 20.0  # distance from the range of 98 % of the values, in such ranges
-JUMP = (
-    0.5  # of this distance: a joint that mostly rests gets there in smaller steps, a failed sensor does not
-)
+JUMP = 0.8  # of this distance: a joint gets there in smaller steps, a failed sensor does not
 
 
 @dataclass(frozen=True)
