@@ -458,6 +458,19 @@ def test_annotations_are_copied(originals, tmp_path):
     assert columns_of(tmp_path / "merged", LANGUAGE) == new + old
 
 
+def test_annotations_that_are_not_declared_are_copied(originals, tmp_path):
+    root = with_language(shutil.copytree(originals / "many", tmp_path / "many"))
+    edit_json(root / "meta/info.json", lambda info: [info["features"].pop(name) for name in LANGUAGE])
+    (finding,) = check_dataset(root, deep=False).findings
+    assert finding.name == "column-undeclared" and ", ".join(LANGUAGE) in finding.evidence
+    delete_episodes(root, tmp_path / "new", "1")
+    assert check_dataset(tmp_path / "new", deep=False).findings == []
+    old = columns_of(root, LANGUAGE)
+    assert columns_of(tmp_path / "new", LANGUAGE) == old[:12] + old[21:]
+    info = json.loads((tmp_path / "new/meta/info.json").read_text())
+    assert {info["features"][name]["dtype"] for name in LANGUAGE} == {"language"}
+
+
 def test_annotations_of_a_cut_episode_count_from_its_start(originals, tmp_path):
     root = idle(shutil.copytree(originals / "one", tmp_path / "one"), {0: (3, 4)})
     trim_dataset(with_language(root), tmp_path / "new", TrimSettings(keep=0))

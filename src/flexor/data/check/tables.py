@@ -17,6 +17,7 @@ from flexor.data.check.images import SAMPLES, ImageWatch, Motion, image_faults, 
 from flexor.data.check.layout import FETCH_AGAIN, EpisodeEntry, Layout
 from flexor.data.check.report import CheckReport
 from flexor.data.format.metadata import Feature
+from flexor.data.format.schema import ANNOTATIONS
 from flexor.data.format.table import flat_numbers
 from flexor.data.format.undeclared import undeclared_features
 from flexor.data.frames.clips import image_bytes, image_frame
@@ -63,9 +64,15 @@ def check_tables(layout: Layout, selected: list[EpisodeEntry], report: CheckRepo
     for episode in selected:
         files.setdefault(episode.data_file, []).append(episode)
     present = stored_columns(layout, files)
-    if undeclared := take_undeclared(layout, present):
+    undeclared = take_undeclared(layout, present)
+    undeclared += [
+        name
+        for name in ANNOTATIONS
+        if name not in layout.features and any(name in names for names in present.values())
+    ]
+    if undeclared:
         message = f"the data files have {', '.join(undeclared)}, but meta/info.json does not declare them"
-        fix = f"{NOT_NEEDED}, which reads them; `flexor data repair` declares them for other programs"
+        fix = f"{NOT_NEEDED}; `flexor data repair` declares them for other programs"
         report.warning("column-undeclared", message, fix)
     _check_columns(layout, files, present, report)
     for file, episodes in files.items():

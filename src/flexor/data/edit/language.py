@@ -5,9 +5,6 @@ from __future__ import annotations
 import numpy as np
 import pyarrow as pa
 
-PERSISTENT = "language_persistent"
-EVENTS = "language_events"
-
 
 def shifted(cells: pa.ChunkedArray, seconds: float) -> pa.ChunkedArray:
     """Records in each row, with times that are `seconds` earlier. Records without times are unchanged.

@@ -11,10 +11,10 @@ import numpy as np
 from flexor.core.batch import ACTION, STATE
 from flexor.core.errors import ConfigError
 from flexor.data.check.report import counted
-from flexor.data.edit.language import EVENTS, has_events
+from flexor.data.edit.language import has_events
 from flexor.data.edit.report import LISTED_EPISODES
 from flexor.data.edit.source import FLAGS_AT_END, EditSource, Part
-from flexor.data.format.schema import LANGUAGE
+from flexor.data.format.schema import EVENTS, LANGUAGE
 
 SMALLEST_STEPS = 10
 """A value whose range is less than this many of its average steps is noise, not motion."""

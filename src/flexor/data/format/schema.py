@@ -27,6 +27,10 @@ NUMERIC = {
 LANGUAGE = "language"
 """The dtype of columns with annotations of what is said and done: a list of records in each row. They are copied."""
 
+EVENTS = "language_events"
+ANNOTATIONS = ("language_persistent", EVENTS)
+"""LeRobot's columns of this dtype."""
+
 
 def checked_features(features: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
     """The features, each shape as a plain list; raises an error if a feature is invalid."""

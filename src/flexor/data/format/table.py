@@ -10,6 +10,7 @@ import pyarrow as pa
 
 from flexor.core.log import warn_once
 from flexor.data.format.metadata import BrokenFile, EpisodeFiles, Feature, parquet_columns, read_parquet
+from flexor.data.format.schema import LANGUAGE
 from flexor.data.format.undeclared import undeclared_features
 from flexor.data.storage.source import Source
 
@@ -136,6 +137,8 @@ def _is_missing(feature: Feature, present: list[str], readable: dict[str, Featur
 def _why_missing(feature: Feature, file: str) -> str:
     if feature.is_numeric or feature.is_image or feature.dtype == "string":
         return f"{file} has no such column"
+    if feature.dtype == LANGUAGE:
+        return "annotations are not used in training; edits and repairs copy them"
     return f"Flexor does not support features of dtype {feature.dtype!r}"
 
 

@@ -19,7 +19,7 @@ from flexor.data.check.layout import EpisodeEntry, Layout, Span, layout_of, read
 from flexor.data.check.report import CheckReport
 from flexor.data.check.scan import scan_video
 from flexor.data.format.file_names import V2, V3
-from flexor.data.format.schema import DEFAULT_FEATURES, LANGUAGE
+from flexor.data.format.schema import DEFAULT_FEATURES
 from flexor.data.format.undeclared import stored_features
 from flexor.data.frames.clips import decode_image, image_bytes
 from flexor.data.repair.videos import read_index
@@ -85,7 +85,7 @@ class _DataFiles:
             for name, feature in columns.items()
             if name not in DEFAULT_FEATURES
         }
-        features |= _other_columns(self.tables[0])
+        features |= _images_in_tables(self.tables[0])
         for camera, paths in self.videos.items():
             if spec := _camera(paths):
                 features[camera] = spec
@@ -190,17 +190,15 @@ def _rows(path: Path) -> int:
         return 0
 
 
-def _other_columns(path: Path) -> dict[str, dict[str, Any]]:
-    """Images and annotations in the tables."""
+def _images_in_tables(path: Path) -> dict[str, dict[str, Any]]:
+    """Images in the tables."""
     features: dict[str, dict[str, Any]] = {}
     try:
         with pq.ParquetFile(path) as table:
             schema = table.schema_arrow
             for name in schema.names:
                 kind = schema.field(name).type
-                if name.startswith("language_") and pa.types.is_list(kind):
-                    features[name] = {"dtype": LANGUAGE, "shape": [1], "names": None}
-                elif pa.types.is_struct(kind):
+                if pa.types.is_struct(kind):
                     row = next(table.iter_batches(1, columns=[name]))
                     data = image_bytes(pa.chunked_array([row.column(0)]))[0].as_py()
                     height, width, channels = decode_image(data or b"").shape

@@ -12,7 +12,7 @@ import pyarrow.parquet as pq
 from flexor.data.check.layout import EpisodeEntry, Layout
 from flexor.data.check.tables import OWN_COLUMNS, numbers
 from flexor.data.format.metadata import Feature
-from flexor.data.format.schema import LANGUAGE, NUMERIC
+from flexor.data.format.schema import ANNOTATIONS, LANGUAGE, NUMERIC
 from flexor.data.format.table import flat_numbers
 from flexor.data.format.undeclared import stored_features
 from flexor.data.repair.account import EpisodePlan
@@ -121,6 +121,8 @@ def _width(layout: Layout, file: str, name: str) -> int | None:
 
 
 def _take_undeclared(columns: Columns, name: str, kind: pa.DataType, feature: Feature | None) -> None:
+    if name in ANNOTATIONS and pa.types.is_list(kind):
+        feature = Feature(name, LANGUAGE, (1,))
     if feature is None or "/" in name:
         columns.notes.append(f"column {name} ({kind}) is not declared: left out")
         return
