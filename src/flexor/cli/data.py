@@ -5,16 +5,20 @@ from __future__ import annotations
 import argparse
 from dataclasses import fields
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from flexor.cli import augmented, edit
 from flexor.cli.flags import dashed
 from flexor.cli.push import add_repository_flags
 from flexor.core.console import print_json, print_result, progress
 from flexor.core.errors import ConfigError, DatasetError
+from flexor.core.findings import ERROR
 from flexor.core.log import log
 from flexor.core.output_paths import check_output_file, check_output_folder
 from flexor.core.typed import Text, coerce
+
+if TYPE_CHECKING:
+    from flexor.data.check.report import CheckReport
 
 LISTED = "indices and half-open ranges such as 0,1,5:9, or @FILE with a JSON list"
 
@@ -69,6 +73,14 @@ def _add_readers(verbs: Any) -> None:
                 type=Path,
                 help="write the list of good episodes to this file, for --dataset.episodes=@FILE",
             )
+            verb.add_argument(
+                "--policy.path",
+                "--policy-path",
+                dest="policy",
+                metavar="POLICY",
+                help="also check whether the data fits this policy: a run, a checkpoint or a Hub repository",
+            )
+            _add_rename_map(verb)
         if name == "stats":
             verb.add_argument(
                 "--write",
@@ -207,11 +219,33 @@ def _check(parsed: argparse.Namespace) -> int:
     report = check_dataset(_local(parsed.root), deep=not parsed.quick, progress=progress("checking"))
     if not report.ok:
         report.repair = repair_advice(report)
+    if parsed.policy is not None:
+        _check_fit(parsed, report)
     if parsed.good_episodes:
         report.write_good_episodes(parsed.good_episodes)
         log.info("%d good episodes listed in %s", len(report.good_episodes), parsed.good_episodes)
     print_result(report.to_json(), parsed.json, str(report))
     return 0 if report.ok else 1
+
+
+def _check_fit(parsed: argparse.Namespace, report: CheckReport) -> None:
+    """Add what the check of data and policy finds. Episodes that can't be read are left out."""
+    from flexor.data.dataset import open_dataset
+    from flexor.evaluate.data_fit.check_fit import check_fit
+    from flexor.evaluate.data_fit.trained_on import read_trained_on
+
+    trained = read_trained_on(parsed.policy)
+    names = {**trained.rename_map, **coerce(Text(parsed.rename_map), dict[str, str], "--rename_map")}
+    try:
+        dataset = open_dataset(root=_local(parsed.root), on_bad_episode="skip")
+    except DatasetError as error:
+        raise ConfigError(
+            f"--policy.path: the data can't be compared with that of the policy: {error}"
+        ) from error
+    for finding in check_fit(dataset, trained, names).findings:
+        kind = finding.name.replace(" ", "-")
+        add = report.error if finding.severity == ERROR else report.warning
+        add(kind, finding.evidence, finding.fix)
 
 
 def _show(parsed: argparse.Namespace) -> int:

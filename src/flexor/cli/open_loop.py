@@ -42,7 +42,10 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def run(path: str, settings: list[str], parsed: argparse.Namespace) -> int:
-    from flexor.evaluate.open_loop.open_loop import SAMPLES, as_json, render, run_open_loop
+    from flexor.config.parse import DATASETS, parse_flags
+    from flexor.evaluate.data_fit.check_fit import check_fit
+    from flexor.evaluate.data_fit.trained_on import read_trained_on
+    from flexor.evaluate.open_loop.open_loop import SAMPLES, DataEvidence, as_json, render, run_open_loop
     from flexor.evaluate.open_loop.page import write_open_loop
     from flexor.pages.page import check_writable
     from flexor.policies.pretrained import find_folder
@@ -53,11 +56,14 @@ def run(path: str, settings: list[str], parsed: argparse.Namespace) -> int:
     check_writable(output)
     folder = find_folder(path)
     config = _config(folder, settings)
-    dataset, reference, note = _episodes(config)
+    dataset, reference, note = _episodes(config, bool(DATASETS & parse_flags(settings).keys()))
+    trained = read_trained_on(str(folder))
+    fit = check_fit(dataset, trained, config.rename_map or trained.rename_map)
     result = run_open_loop(
         _load(folder, config),
         dataset,
         reference=reference,
+        evidence=DataEvidence(fit.findings, [*trained.tasks], fit.sizes),
         count=parsed.samples or SAMPLES,
         seed=config.seed,
         inputs=not parsed.errors_only,
@@ -72,7 +78,7 @@ def run(path: str, settings: list[str], parsed: argparse.Namespace) -> int:
 
 def _config(folder: Path, settings: list[str]) -> TrainConfig:
     """The settings of a training with this policy: those of its run, and the given ones, which override."""
-    from flexor.config.parse import config_from_flags, parse_flags
+    from flexor.config.parse import DATASETS, config_from_flags, parse_flags
     from flexor.core.typed import closest
 
     flags = parse_flags(settings)
@@ -82,9 +88,8 @@ def _config(folder: Path, settings: list[str]) -> TrainConfig:
         if key.split(".")[0] not in GROUPS and key not in TOP_LEVEL:
             valid = [*(f"{group}." for group in GROUPS), *TOP_LEVEL]
             raise ConfigError(f"--open_loop: unknown setting {key}={flags[key]!r}. {closest(key, valid)}")
-    names_data = {"dataset.repo_id", "dataset.root", "dataset.mix"} & flags.keys()
-    saved = {} if names_data else _saved_dataset(folder)
-    if not names_data and not saved:
+    saved = {} if DATASETS & flags.keys() else _saved_dataset(folder)
+    if not DATASETS & flags.keys() and not saved:
         raise ConfigError(
             f"{folder} does not say which data it was trained on: name a dataset with --dataset.root=DIR or "
             "--dataset.repo_id=NAME."
@@ -112,14 +117,17 @@ def _saved_dataset(folder: Path) -> dict[str, Any]:
     return {f"dataset.{key}": saved[key] for key in keys if saved.get(key) is not None}
 
 
-def _episodes(config: TrainConfig) -> tuple[Dataset, Dataset, str]:
-    """The episodes to compare with, those that means are computed of, and what to know about them."""
+def _episodes(config: TrainConfig, is_other: bool) -> tuple[Dataset, Dataset, str]:
+    """The episodes to compare with, those that means are computed of, and what to know about them.
+
+    `is_other`: the dataset is not that of the run, so that all of its episodes are new.
+    """
     from flexor.train.datasets import build_datasets, split_episodes
 
     training, held_out = build_datasets(config.dataset)
     if held_out is not None:
         return held_out, training, ""
-    if config.dataset.episodes is not None or len(training.episodes) < 5:
+    if is_other or config.dataset.episodes is not None or len(training.episodes) < 5:
         return training, training, ""
     rest, last = split_episodes(training, HELD_OUT)
     note = (

@@ -18,6 +18,9 @@ VIDEOS = "videos"
 PRETRAINED = "pretrained_model"  # of a checkpoint: the policy in LeRobot's format
 POLICY_CONFIG = "config.json"
 WEIGHTS = "model.safetensors"
+TRAINING_DATA = (
+    "training_data.json"  # beside a policy: a short description of the data that it was trained on
+)
 SPLIT_WEIGHTS = "model.safetensors.index.json"  # of other programs: which file has which weight
 TORCH_SHARDS = "pytorch_model_fsdp_0"  # LeRobot's weights in torch's distributed checkpoint
 TRAINING_STATE = "training_state"  # of a checkpoint: what resuming needs besides the policy

@@ -15,6 +15,7 @@ from flexor.core.findings import Finding
 from flexor.core.log import log
 from flexor.core.run_files import METRICS
 from flexor.data.loader.loader import Loader
+from flexor.evaluate.data_fit.check_fit import findings_before_tuning
 from flexor.monitor.cameras import CameraHealth
 from flexor.monitor.inputs import value_findings
 from flexor.policies.processing.normalize import Normalize
@@ -49,6 +50,8 @@ class Health:
         self.new: list[Finding] = []
         self._merge(state.step, value_findings(dataset, state.preprocessor, config.rename_map))
         self._merge(state.step, self.cameras.findings())
+        if config.policy_path is not None and state.step == 0:
+            self._merge(0, findings_before_tuning(config.policy_path, dataset, config.rename_map))
         if self.findings != recorded:
             self._record()
 

@@ -19,12 +19,14 @@ from flexor.core.log import log, log_file, set_rank
 from flexor.core.machine import let_gpu_memory_grow
 from flexor.core.run_files import LOG
 from flexor.core.typed import with_settings
+from flexor.data.check.summary import summarise_data
 from flexor.data.dataset import Dataset
 from flexor.data.identity import identify
 from flexor.data.loader.loader import Loader
 from flexor.monitor.meters import Arithmetic, Meters
 from flexor.monitor.profiler import Profiling
 from flexor.monitor.trackers import check_trackers
+from flexor.policies.rename import in_dataset
 from flexor.train.announce import log_setup
 from flexor.train.build import build_engine, build_loader, build_state, mention_rename_map
 from flexor.train.checkpoint import folder as checkpoint
@@ -164,6 +166,10 @@ def _build(
     with engine.processes.main_first():  # one process per host reads the files, the others what it remembers
         state.identity = identify(training)
     check_same_files(engine.processes, state.identity)
+    if engine.processes.is_main:
+        config = state.config
+        names = in_dataset(config.policy.observed, config.rename_map)
+        state.data_summary = summarise_data(training, dict(zip(names, config.policy.observed)))
     seed_rng(config.seed, engine.rank)
     if newest is not None:
         check_same_run(newest, state)

@@ -16,7 +16,10 @@ DELAYS = (1, 2, 3, 5, 8)  # frames after which a robot may have followed its act
 MOVES = 1e-6  # of the largest value: a joint whose state changes less rests
 ALIKE = 0.5  # the least share of a joint's variance that a kind explains
 CLEAR = 0.2  # by which it must explain more than the other kind
-UNIT_SLOPE = (0.5, 2.0)  # state's change per relative action; otherwise it is a velocity
+ENOUGH = 0.25  # the least share that changes explain where states explain nothing: robots follow with errors
+VELOCITY_SLOPE = (
+    3.0  # an action that is so many times the change to the next frame is a velocity, such as per second
+)
 ROWS = 20_000
 
 
@@ -51,7 +54,7 @@ def find_action_kind(
 def _kind_of_joint(
     action: np.ndarray, state: np.ndarray, ends: np.ndarray, delays: Sequence[int]
 ) -> list[ActionKind]:
-    absolute, changing, slope = 0.0, 0.0, 1.0
+    absolute, changing, slope = -np.inf, 0.0, 1.0
     for delay in delays:
         rows = _rows_before_end(ends, len(action), delay)
         a, now, then = (
@@ -62,15 +65,15 @@ def _kind_of_joint(
         if len(a) < 3 or np.std(change) <= MOVES * max(float(np.abs(then).max()), 1e-3) or np.std(a) == 0:
             continue
         absolute = max(absolute, 1 - float(np.mean((a - then) ** 2)) / float(np.var(a)))
-        square = float(np.sum(change**2))
-        gain = float(np.sum(a * change)) / square
-        explained = 1 - float(np.sum((a - gain * change) ** 2)) / float(np.sum(a**2))
-        if gain > 0 and explained > changing:
-            changing, slope = explained, gain
+        gain = float(np.sum(a * change)) / float(np.sum(change**2))
+        if gain > 0:
+            changing = max(changing, 1 - float(np.sum((a - gain * change) ** 2)) / float(np.sum(a**2)))
+        if delay == 1:
+            slope = gain
     if absolute >= ALIKE and absolute > changing + CLEAR:
         return [ActionKind(ABSOLUTE, absolute)]
-    if changing >= ALIKE and changing > absolute + CLEAR:
-        return [ActionKind(RELATIVE if UNIT_SLOPE[0] <= slope <= UNIT_SLOPE[1] else VELOCITY, changing)]
+    if changing >= (ALIKE if absolute > 0 else ENOUGH) and changing > absolute + CLEAR:
+        return [ActionKind(VELOCITY if slope > VELOCITY_SLOPE else RELATIVE, changing)]
     return []
 
 

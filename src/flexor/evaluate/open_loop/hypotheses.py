@@ -11,18 +11,10 @@ from itertools import combinations
 
 import numpy as np
 
+from flexor.evaluate.data_fit.joints import UNITS
 from flexor.evaluate.open_loop.samples import Observation, Samples
 
 Actions = Callable[[np.ndarray, Observation], np.ndarray]
-UNITS = {
-    "degrees instead of radians": np.pi / 180,
-    "radians instead of degrees": 180 / np.pi,
-    "percent instead of fractions": 0.01,
-    "fractions instead of percent": 100.0,
-    "mm instead of m": 0.001,
-    "m instead of mm": 1000.0,
-}
-"""By what the data has and the policy does not expect: the factor on the data's values that undoes it."""
 MOST_PAIRS = 28  # of joints that are exchanged; of more joints, neighbours only
 
 

@@ -41,6 +41,8 @@ from flexor.policies.processing.rename_and_move import renaming_of
 from flexor.runs.text import figure
 
 SAMPLES = 200
+TRIED = ("cameras swapped", "sign flipped", "joints permuted", "other units")
+"""Faults that predictions tell more surely than statistics of the data."""
 
 
 @dataclass(frozen=True)
@@ -51,7 +53,7 @@ class DataEvidence:
     tasks: Sequence[str] = ()
     """Those that the policy was trained on; empty if that is not known."""
     sizes: Sequence[float] = ()
-    """For each joint, how many times larger its values are than those that the policy was trained on."""
+    """For each value of the state, how many times larger it is than in the policy's training; empty if not known."""
 
 
 NO_EVIDENCE = DataEvidence()
@@ -136,8 +138,8 @@ def judge(
     use, words, explanations = InputUse([], 0.0), None, []
     if inputs:
         use = measure_inputs(samples, target, predictor, predicted)
-        words = fit_words(samples, target, predictor, predicted, [*evidence.tasks])
         rivals = [baselines[name] for name in (HOLD, MEAN) if name in baselines]
+        words = fit_words(samples, target, predictor, predicted, [*evidence.tasks], rivals)
         search = Search(samples, target, predictor, predicted, rivals)
         explanations = search.run(_hypotheses(samples, evidence.sizes), progress)
     result = OpenLoop(samples, target, predicted, baselines, changes, use, words, explanations)
@@ -152,10 +154,17 @@ def shortened(samples: Samples, horizon: int) -> Samples:
 def _hypotheses(samples: Samples, sizes: Sequence[float]) -> list[Hypothesis]:
     return [
         *camera_hypotheses(samples),
-        *unit_hypotheses(samples, sizes),
+        *unit_hypotheses(samples, _sizes_of_joints(samples, sizes)),
         *kind_hypotheses(samples),
         *rate_hypotheses(samples.actions.shape[1]),
         *joint_hypotheses(samples),
+    ]
+
+
+def _sizes_of_joints(samples: Samples, sizes: Sequence[float]) -> list[float]:
+    """By joint; 1 where it is not known."""
+    return [
+        sizes[value] if value is not None and value < len(sizes) else 1.0 for value in samples.state_of_joint
     ]
 
 
@@ -164,7 +173,7 @@ def _findings(result: OpenLoop, checks: Sequence[Finding]) -> list[Finding]:
     blank = blank_cameras(samples)
     explained = explanation_findings(result.explanations)
     named = {finding.name for finding in explained}
-    confirmed = [finding for finding in checks if finding.name not in named]
+    confirmed = [finding for finding in checks if finding.name not in {*named, *TRIED}]
     still = [STATE_INPUT] if _is_still(samples) else []
     scores = {
         name: (result.target.score(actions), result.changes[name])

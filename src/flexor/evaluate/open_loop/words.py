@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -25,6 +26,8 @@ class WordFit:
     recorded: list[str]
     errors: np.ndarray
     recorded_errors: np.ndarray
+    least: float = np.inf
+    """The error of the best baseline: words that fit give a smaller one."""
 
     @property
     def misfits(self) -> dict[int, str]:
@@ -39,22 +42,36 @@ class WordFit:
 
     @property
     def are_shuffled(self) -> bool:
-        return len(self.misfits) >= max(2, EPISODES * len(self.episodes))
+        enough = len(self.misfits) >= max(2, EPISODES * len(self.episodes))
+        return enough and float(self.errors[self._rows].min(1).mean()) < self.least
 
     @property
     def fall(self) -> float:
         """The share by which the error of these episodes falls with the words that fit."""
-        rows = [self.episodes.index(episode) for episode in self.misfits]
+        rows = self._rows
         return float(1 - self.errors[rows].min(1).mean() / self.recorded_errors[rows].mean())
+
+    @property
+    def _rows(self) -> list[int]:
+        return [self.episodes.index(episode) for episode in self.misfits]
 
 
 def fit_words(
-    samples: Samples, target: Target, predictor: Predict, predicted: np.ndarray, tasks: list[str]
+    samples: Samples,
+    target: Target,
+    predictor: Predict,
+    predicted: np.ndarray,
+    tasks: list[str],
+    rivals: Sequence[np.ndarray] = (),
 ) -> WordFit | None:
-    """None if there are not two tasks to choose from."""
-    tasks = tasks or [task for task, _ in Counter(samples.task).most_common(MOST_TASKS)]
-    tasks = tasks[:MOST_TASKS]
-    if len({*tasks, *samples.task}) < 2:
+    """`tasks`: those that the policy was trained on, if they are known; `rivals`: baselines [N, H, A].
+
+    None if there are not two tasks to choose from.
+    """
+    if tasks and not {*samples.task} <= {*tasks}:
+        return None  # of words that the policy does not know, none fit
+    tasks = [task for task, _ in Counter(samples.task).most_common(MOST_TASKS)]
+    if len(tasks) < 2:
         return None
     episodes, first = np.unique(samples.episode, return_index=True)
 
@@ -69,4 +86,5 @@ def fit_words(
         [samples.task[place] for place in first.tolist()],
         np.stack(errors, axis=1),
         by_episode(predicted),
+        min((target.score(actions) for actions in rivals), default=np.inf),
     )

@@ -171,7 +171,7 @@ class Pipeline:
                 f"{folder} has no {name}.json, which says how its inputs are normalised. Checkpoints of "
                 "LeRobot before 0.4 lack it: convert them with its migrate_policy_normalization script."
             )
-        pipeline = cls(name, [_load_step(file, entry) for entry in read_steps(file)])
+        pipeline = cls(name, [load_step(file, entry) for entry in read_steps(file)])
         pipeline.prepare()
         return pipeline
 
@@ -192,7 +192,8 @@ def _artifacts(file: Path, entry: Mapping[str, Any]) -> dict[str, str]:
     return {name: str(inside(file.parent, path)) for name, path in (entry.get("artifacts") or {}).items()}
 
 
-def _load_step(file: Path, entry: dict[str, Any]) -> ProcessingStep:
+def load_step(file: Path, entry: dict[str, Any]) -> ProcessingStep:
+    """The step that an entry of the pipeline in `file` describes, not prepared yet."""
     name = entry.get("registry_name") or entry.get("class")
     if not isinstance(name, str) or name not in STEPS:
         raise CheckpointError(

@@ -26,7 +26,8 @@ from flexor.config.schema import TrainConfig
 from flexor.core.errors import CheckpointError
 from flexor.core.foreign_files import MALFORMED
 from flexor.core.rng import key_of, seed_everything
-from flexor.core.run_files import PRETRAINED, SHARDS, TRAINING_STATE
+from flexor.core.run_files import PRETRAINED, SHARDS, TRAINING_DATA, TRAINING_STATE
+from flexor.data.check.summary import DataSummary
 from flexor.data.identity import DataIdentity
 from flexor.monitor.step_times import StepTimes
 from flexor.policies.adapter_files import save_adapter
@@ -63,6 +64,7 @@ class TrainState:
     ema: EMA | None
     split: Split
     identity: DataIdentity | None = None  # of the data; None: not a run, such as a plan
+    data_summary: DataSummary | None = None  # of the data, saved beside the policy
     augmentation: AugmentImages | None = None  # only of training samples, so no checkpoint has it
     step: int = 0
     times: StepTimes = field(default_factory=StepTimes)  # off; a run measures
@@ -232,6 +234,8 @@ class Snapshot:
         if raw is not None and lora.r:
             save_adapter(model, raw, lora, base_policy(config.policy_path))
         (model / "train_config.json").write_text(json.dumps(lerobot.train_config(config), indent=4))
+        if state.data_summary is not None:
+            (model / TRAINING_DATA).write_text(json.dumps(state.data_summary.to_json(), indent=1))
         if not state.engine.sharded:
             self._write_tensors(training)
         save_file(self.random_states[0], training / "rng_state.safetensors")
