@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass, replace
 
 from flexor.config.for_gpu import settle_for_gpu
@@ -232,7 +233,8 @@ def make_plan(
     run_time = predict_run_time(step, config, data, site, split, loading, speed)
     checkpoint = _checkpoint(trace, config, parallelism.shards > 1)
     checkpoints = checkpoints_kept(config.steps, config.save_freq, keep.keep_last, keep.keep_every)
-    host = host_memory(data, loading, cache, _host_copy(trace, config, parallelism.shards, site.gpus))
+    copy = _host_copy(trace, config, parallelism.shards, site.gpus)
+    host = host_memory(data, loading, cache, copy, sum(trace.float32_on_host))
     return Plan(
         config=config,
         data=data,
@@ -282,7 +284,8 @@ def _host_copy(trace: Trace, config: TrainConfig, shards: int, gpus: int) -> int
     """Bytes of a node's memory from which its processes save in the background: see `checkpoint.saver.HostCopy`."""
     if not (config.save_checkpoint and config.checkpoint.asynchronous):
         return 0
-    weights = _sizes(trace, "weights") * (2 if config.ema.enable else 1)
+    in_bf16 = Counter(size // 2 for size in trace.float32_on_host)  # these are in host memory anyway
+    weights = [*(Counter(_sizes(trace, "weights")) - in_bf16).elements()] * (2 if config.ema.enable else 1)
     copy = sum(pinned_bytes(-(-size // shards)) for size in weights + _sizes(trace, "optimizer"))
     return copy * (gpus if shards > 1 else 1)
 

@@ -203,6 +203,12 @@ class PolicyConfig:
         return False
 
     @property
+    def stores_frozen_in_bf16(self) -> bool:
+        """Whether all frozen weights of linear layers, convolutions and attention are used under autocast, and nowhere
+        else. Then a run in bf16 stores them in bfloat16 (`policies/frozen_in_bf16.py`)."""
+        return False
+
+    @property
     def drop_last_frames(self) -> int:
         """Number of frames at the end of an episode at which no sample starts."""
         return 0
@@ -320,6 +326,7 @@ class Policy(nn.Module):
         super().__init__()
         config.validate()
         self.config = config
+        self.float32_weights: dict[str, Tensor] = {}  # in host memory, of weights stored in bfloat16
 
     def loss(self, batch: Batch, noise: NoiseSource) -> Loss:
         raise NotImplementedError

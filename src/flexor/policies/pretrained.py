@@ -42,6 +42,7 @@ from flexor.policies.adapters import init_adapters, is_adapter
 from flexor.policies.base import Policy, PolicyConfig
 from flexor.policies.check_weights import check_ties, names_in_file
 from flexor.policies.external import is_code, is_loaded, short_name
+from flexor.policies.frozen_in_bf16 import float32_state, round_frozen
 from flexor.policies.lerobot_settings import without_lerobot_settings
 from flexor.policies.meta_init import parameters_without_memory, with_memory
 from flexor.policies.nn.real_time import GUIDANCE_WEIGHTS, PREVIOUS, RealTimeSettings
@@ -50,7 +51,6 @@ from flexor.policies.processing.normalize import NormalizationStep
 from flexor.policies.processing.pipeline import POSTPROCESSOR, PREPROCESSOR, Pipeline, StepContext, read_steps
 from flexor.policies.processing.rename_and_move import RenameObservations
 from flexor.policies.sizes import check_sizes
-from flexor.policies.weight_names import unique_state
 
 # Keys of LeRobot's config.json that do not describe the policy, such as where it is uploaded.
 LEROBOT_ONLY = {
@@ -350,12 +350,14 @@ def load_weights(policy: Policy, folder: Path) -> None:
     if base is not None:
         load_weights(policy, find_folder(base))
         merge_adapter(_weights_of(policy), folder)
+        round_frozen(policy)
         return
     names, weights = check_weights(policy, folder), WeightFiles(folder)
     check_ties(policy, names, weights)
     weights.fill(_weights_of(policy), names)
     init_adapters(policy)
+    round_frozen(policy)
 
 
 def _weights_of(policy: Policy) -> dict[str, Tensor]:
-    return {name: tensor for name, tensor in unique_state(policy).items() if not is_adapter(name)}
+    return {name: tensor for name, tensor in float32_state(policy).items() if not is_adapter(name)}

@@ -29,6 +29,7 @@ from flexor.policies.adapters import add_adapters
 from flexor.policies.augment.step import AugmentImages, augmentation
 from flexor.policies.base import Policy
 from flexor.policies.fit import sample_of, statistics
+from flexor.policies.frozen_in_bf16 import store_frozen_in_bf16
 from flexor.policies.meta_init import parameters_without_memory
 from flexor.policies.nn.recompute import recompute
 from flexor.policies.pretrained import find_folder, saved_rename_map, verify, without_initial_weights
@@ -103,6 +104,13 @@ def may_keep_copies(config: TrainConfig, split: Split) -> bool:
     )
 
 
+def may_store_frozen_in_bf16(config: TrainConfig) -> bool:
+    """Whether the settings allow it. The precision is settled."""
+    lower = config.precision == "bf16" and config.weights_dtype != "bf16"
+    whole_model = config.parallel.strategy not in SHARDED and not uses_deepspeed()
+    return lower and whole_model and not config.ema.enable and config.policy.stores_frozen_in_bf16
+
+
 def _accelerate_engine(parallel: ParallelConfig) -> type[Engine] | None:
     """The engine that runs on Accelerate, if the settings and the Accelerate config ask for one."""
     sharded = parallel.strategy in SHARDED
@@ -122,7 +130,10 @@ def _accelerate_engine(parallel: ParallelConfig) -> type[Engine] | None:
 def pick_strategy(config: TrainConfig, processes: Processes, device: torch.device) -> str:
     """ddp if weights, gradients and Adam's state fit in half of the smallest device; the rest is for activations."""
     with parameters_without_memory():
-        parameters = list(make_policy(config).parameters())
+        policy = make_policy(config)
+    if device.type in DEVICES and may_store_frozen_in_bf16(config):
+        store_frozen_in_bf16(policy, keep_float32=False, host="meta")
+    parameters = list(policy.parameters())
     trained = [p for p in parameters if p.requires_grad]
     average = sum(4 * p.numel() for p in trained) if config.ema.enable else 0
     need = sum(p.nbytes for p in parameters) + 3 * sum(p.nbytes for p in trained) + average
@@ -199,6 +210,8 @@ def build_policy(config: TrainConfig, engine: Engine, resuming: bool = False) ->
     elif config.lora.r:
         warning = "lora.r=%d without --policy.path: the adapters are added to a policy that was never trained"
         log.warning(warning, config.lora.r)
+    if engine.device.type in DEVICES and engine.strategy in ("one process", "ddp"):
+        engine.frozen_in_bf16 = may_store_frozen_in_bf16(config)
     return engine.build(make, weights)
 
 

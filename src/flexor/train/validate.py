@@ -31,9 +31,11 @@ from flexor.train.compile import not_compiled
 def exported_weights(state: TrainState) -> Iterator[None]:
     """Inside, the policy has the weights that a checkpoint would export: the moving average (EMA) if there is one.
 
-    bfloat16 weights compute in bfloat16, all others in float32, as after export. Nothing is compiled.
+    bfloat16 weights compute in bfloat16, all others in float32, as after export. So does a policy whose frozen weights
+    are stored in bfloat16: after export it may compute in float32. Nothing is compiled.
     """
     config = state.config
+    in_bf16 = config.weights_dtype == "bf16" or state.engine.frozen_in_bf16
     was_training = state.policy.training
     state.policy.eval()
     raw: dict[str, Tensor] = {}
@@ -42,7 +44,7 @@ def exported_weights(state: TrainState) -> Iterator[None]:
         _replace(state.policy, state.ema.average)
     try:
         with (
-            state.engine.autocast() if config.weights_dtype == "bf16" else nullcontext(),
+            state.engine.autocast() if in_bf16 else nullcontext(),
             not_compiled() if config.compile else nullcontext(),
         ):
             yield

@@ -140,14 +140,18 @@ class HostMemory:
     """Cached frames."""
     checkpoint: int
     """A copy of the state that is saved in the background."""
+    weights: int = 0
+    """Frozen weights in float32, if the GPU has them in bfloat16."""
 
     @property
     def total(self) -> int:
         return sum(getattr(self, f.name) for f in fields(self))
 
 
-def host_memory(data: Data, loading: Loading, cache: CacheConfig, checkpoint: int = 0) -> HostMemory:
-    """What one machine needs. `checkpoint`: bytes of the copy that checkpoint.async saves from, else 0."""
+def host_memory(
+    data: Data, loading: Loading, cache: CacheConfig, checkpoint: int = 0, weights: int = 0
+) -> HostMemory:
+    """What one machine needs; `checkpoint` and `weights` as in `HostMemory`."""
     data, ranks, on_cpu = data.scaled(cache), loading.ranks, not loading.gpu_decoder
     frames = {(c.codec, c.height, c.width): c.pixels * 3 // 2 for c in data.cameras}
     per_thread = sum(sorted(frames.values())[-MAX_DECODERS:]) * DECODER_FRAMES
@@ -159,6 +163,7 @@ def host_memory(data: Data, loading: Loading, cache: CacheConfig, checkpoint: in
         batches=ranks * steps_in_memory(data, loading) * step_bytes(data, loading),
         cache=data.cache_bytes(cache, not loading.gpu) if loading.tier == "ram" else 0,
         checkpoint=checkpoint,
+        weights=weights,
     )
 
 

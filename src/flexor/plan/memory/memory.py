@@ -10,6 +10,7 @@ processes change in a trace is in `ranks`.
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 
 from flexor.config.for_gpu import settle_for_gpu
 from flexor.config.schema import SHARDED, TrainConfig
@@ -110,7 +111,16 @@ class MemoryPlanner:
     def trace(self, batch_size: int, accumulation: int | None = None, *, costs: bool = True) -> Trace:
         """The trace of a step with this many samples per pass, in one of the run's processes."""
         accumulation = accumulation or self.accumulation(batch_size)
-        return self.traces.at(batch_size, accumulation, self.gpu, costs=costs)
+        trace = self.traces.at(batch_size, accumulation, self.gpu, costs=costs)
+        if (
+            trace.float32_on_host and self.parallelism(trace).shards > 1
+        ):  # shards have frozen weights in float32
+            return self._sharded_traces.at(batch_size, accumulation, self.gpu, costs=costs)
+        return trace
+
+    @cached_property
+    def _sharded_traces(self) -> Traces:
+        return Traces(replace(self.config, parallel=replace(self.config.parallel, strategy="fsdp")))
 
     def accumulation(self, batch_size: int) -> int:
         return split_batch(replace(self.config, batch_size=batch_size), self.world_size).accumulation

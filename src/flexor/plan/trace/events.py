@@ -141,6 +141,8 @@ class Trace:
     inputs: tuple[int, ...] = ()
     """Bytes of each tensor of one pass's batch, of which a CUDA graph has a copy."""
     saved: SavedWeights = SavedWeights()
+    float32_on_host: tuple[int, ...] = ()
+    """Bytes of each frozen weight in host memory. The GPU has it in bfloat16 (`policies/frozen_in_bf16.py`)."""
     attention: dict[tuple, str] = field(default_factory=dict)
     sync_points: list[SyncPoint] = field(default_factory=list)
     """Where a step waits for the GPU. Values that it read were assumed to be zero."""

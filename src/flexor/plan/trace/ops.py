@@ -15,7 +15,7 @@ from flexor.plan.trace.layouts import channels_last, computes_channels_last, is_
 
 Kind = Literal["matmul", "convolution", "attention", "memory", "view"]
 Layout = Literal["", "nhwc", "to nhwc"]
-Phase = Literal["build", "load", "batch", "forward", "backward", "clip", "optimizer", "ema"]
+Phase = Literal["host", "build", "load", "batch", "forward", "backward", "clip", "optimizer", "ema"]
 
 
 @dataclass(slots=True)

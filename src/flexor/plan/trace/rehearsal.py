@@ -27,17 +27,24 @@ from flexor.policies.adapters import is_adapter
 from flexor.policies.base import Policy, PolicyConfig
 from flexor.policies.features import Kind
 from flexor.policies.fit import deltas_of
-from flexor.policies.meta_init import parameters_without_memory
+from flexor.policies.frozen_in_bf16 import float32_state, store_frozen_in_bf16
+from flexor.policies.meta_init import parameters_without_memory, with_memory
 from flexor.policies.pretrained import base_policy
 from flexor.policies.processing.host_steps import split_processing
 from flexor.policies.processing.pipeline import Pipeline
-from flexor.policies.weight_names import unique_state
-from flexor.train.build import build_augmentation, captures_steps, keep_copies, make_policy
+from flexor.train.build import (
+    build_augmentation,
+    captures_steps,
+    keep_copies,
+    make_policy,
+    may_store_frozen_in_bf16,
+)
 from flexor.train.checkpoint.state import TrainState
 from flexor.train.compile import compile_blocks
 from flexor.train.engine.base import Engine
 from flexor.train.engine.shard_units import sharding_of
 from flexor.train.graph import GraphStep
+from flexor.train.optim.bf16_copies import DEVICES
 from flexor.train.optim.ema import EMA
 from flexor.train.optim.optimizers import build_optimizer
 from flexor.train.ranks.split import Split
@@ -127,7 +134,7 @@ class Rehearsal:
         if engine is not None and engine.sharded:
             self.policy = engine.build(functools.partial(make_policy, config), "later")
         else:
-            self.policy = policy_on(config, device)
+            self.policy = self._make_policy()
         tracker.name(self.policy.buffers(), "buffers")
         tracker.name(self.policy.parameters(), "weights")
         deterministic = config.deterministic and device != META
@@ -165,6 +172,18 @@ class Rehearsal:
         self.host: Batch | None = None
         self.batches: list[Batch] = []
         self.inputs: tuple[int, ...] = ()  # bytes of each tensor of a pass's batch
+
+    def _make_policy(self) -> Policy:
+        if not stores_frozen_in_bf16(self.config, self.device):
+            return policy_on(self.config, self.device)
+        self.tracker.phase = "host"  # where the trainer rounds the weights
+        policy = policy_on(self.config, self.device)
+        self.tracker.phase = "build"
+        with_memory(policy, self.device)
+        if self.device.type == "cuda":
+            for parameter in policy.parameters():
+                nn.init.normal_(parameter, std=0.02)
+        return policy
 
     def steps_to_trace(self) -> list[int]:
         """The first step; a policy that is trained in phases may need more memory in the last."""
@@ -208,7 +227,7 @@ class Rehearsal:
 
     def saved(self) -> SavedWeights:
         """What `checkpoint.state` writes of the weights."""
-        config, raw = self.config, unique_state(self.policy)
+        config, raw = self.config, float32_state(self.policy)
         average = self.state.ema.average if self.state.ema else {}
         exported = {name: weight for name, weight in (average or raw).items() if not is_adapter(name)}
         with torch.device(self.device):
@@ -242,8 +261,19 @@ def total(tensors: Iterable[Tensor]) -> int:
     return sum(tensor.nbytes for tensor in tensors)
 
 
+def stores_frozen_in_bf16(config: TrainConfig, device: torch.device) -> bool:
+    return device.type in DEVICES and may_store_frozen_in_bf16(config)
+
+
 def policy_on(config: TrainConfig, device: torch.device = META) -> Policy:
-    """The policy as the trainer makes it, with the weights from its constructor."""
+    """The policy as the trainer makes it, with the weights from its constructor.
+
+    If frozen weights are stored in bfloat16, parameters have no memory yet.
+    """
+    if stores_frozen_in_bf16(config, device):
+        policy = _without_memory(config)
+        store_frozen_in_bf16(policy, keep_float32=True, host="meta")
+        return policy
     if device == META:
         policy = _without_memory(config)
     else:

@@ -66,6 +66,8 @@ class OperationTracker(TorchDispatchMode):
         self, function: Any, types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
+        if self.phase == "host":
+            return function(*args, **kwargs)
         if self.device == "meta" and is_view(function):  # it allocates nothing
             if args[0].is_meta:
                 self.ops.append(Op(operator_name(function), "view", self.phase, module=self.module))
@@ -316,6 +318,7 @@ def trace_step(config: TrainConfig, batch_size: int, gpu: Card, accumulation: in
         gradients=sum(p.nbytes for p in trained),
         inputs=rehearsal.inputs,
         saved=rehearsal.saved(),
+        float32_on_host=tuple(weight.nbytes for weight in policy.float32_weights.values()),
         attention=dict(cuda.attention),
         sync_points=cuda.sync_points,
     )

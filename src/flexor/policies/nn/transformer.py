@@ -241,9 +241,13 @@ class TokenEmbedding(nn.Embedding):
     def __init__(self, vocabulary: int, size: TransformerSize):
         super().__init__(vocabulary, size.width)
         self.scale = size.embed_scale
+        self.has_scaled_weight = False
+        self.rounds_output = False
+        """Whether its output is rounded to autocast's type before anything else is computed with it."""
 
     def forward(self, tokens: Tensor) -> Tensor:
-        return super().forward(tokens) * self.scale if self.scale != 1 else super().forward(tokens)
+        embeds = super().forward(tokens)
+        return embeds if self.scale == 1 or self.has_scaled_weight else embeds * self.scale
 
 
 class Transformer(nn.Module):
@@ -252,6 +256,8 @@ class Transformer(nn.Module):
     def __init__(self, size: TransformerSize, vocabulary: int | None = None):
         super().__init__()
         self.size = size
+        self.residual_dtype: torch.dtype | None = None
+        """The type of hidden states between layers, if it is not that of the weights."""
         if vocabulary is not None:
             self.embed_tokens = TokenEmbedding(vocabulary, size)
         self.layers = nn.ModuleList(TransformerLayer(size) for _ in range(size.depth))
@@ -260,8 +266,8 @@ class Transformer(nn.Module):
 
     @property
     def dtype(self) -> torch.dtype:
-        """The type of the weights, which may be bfloat16."""
-        return self.get_parameter("layers.0.self_attn.k_proj.weight").dtype
+        """The type of hidden states between layers: that of the weights, which may be bfloat16."""
+        return self.residual_dtype or self.get_parameter("layers.0.self_attn.k_proj.weight").dtype
 
     def rope(self, positions: Tensor) -> Rope:
         """The embedding of positions [B, S], or [3, B, S] with `mrope_sections`."""

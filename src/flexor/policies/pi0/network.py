@@ -23,6 +23,9 @@ class PaliGemmaWithExpert(nn.Module):
         super().__init__()
         paligemma = PaliGemma(size, image)
         paligemma.language_model.freeze_unused_by_prefill()
+        paligemma.language_model.embed_tokens.rounds_output = (
+            True  # in `prefill`, the only place that uses it
+        )
         self.paligemma = nn.ModuleDict({"model": paligemma})
         self.gemma_expert = nn.ModuleDict({"model": Transformer(expert)})
 
@@ -103,7 +106,7 @@ class Pi0Network(PiNetwork):
         token = torch.arange(tokens.shape[1], device=tokens.device)
         suffix_mask = (token[:, None] > 0) | (token == 0)
         hidden = self.expert_output(tokens, suffix_mask, prefix)
-        return self.action_out_proj(hidden[:, 1:])
+        return self.action_out_proj(hidden[:, 1:].contiguous())
 
 
 class Pi05Network(PiNetwork):

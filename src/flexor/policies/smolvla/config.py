@@ -151,6 +151,10 @@ class SmolVLAConfig(FineTuningSettings, CrossEmbodimentConfig):
         )
 
     @property
+    def stores_frozen_in_bf16(self) -> bool:
+        return True
+
+    @property
     def resizes_images(self) -> bool:
         return self.resize_imgs_with_padding is not None
 

@@ -80,6 +80,10 @@ class PaliGemmaConfig(FineTuningSettings, RelativeActionSettings, CrossEmbodimen
                 "image patch."
             )
 
+    @property
+    def stores_frozen_in_bf16(self) -> bool:
+        return True
+
     def check_untrained(self) -> None:
         if self.load_vlm_weights:
             raise ConfigError(

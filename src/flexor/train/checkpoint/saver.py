@@ -211,6 +211,7 @@ class HostCopy:
         self.pinned = state.engine.device.type == "cuda"
         processes = state.engine.processes
         self.copies = processes.local_world_size if state.engine.sharded else 1  # on this machine
+        self.constant = {f"model.{name}" for name in state.policy.float32_weights}
         self.refused: str | None = None
         self.tensors: dict[str, Tensor] = {}
         self.allocating: threading.Thread | None = None
@@ -234,7 +235,7 @@ class HostCopy:
             self.allocating.start()
 
     def _allocate(self, tensors: dict[str, Tensor]) -> None:
-        new = {name: local(tensor) for name, tensor in tensors.items() if name not in self.tensors}
+        new = {n: local(t) for n, t in self._changing(tensors).items() if n not in self.tensors}
         sizes = [tensor.nbytes for tensor in new.values()]
         need = self.copies * sum(pinned_bytes(size) if self.pinned else size for size in sizes)
         free = free_memory()
@@ -270,8 +271,14 @@ class HostCopy:
         self._allocate(tensors)
         if self.refused is not None:
             return None
-        for name, tensor in tensors.items():
+        changing = self._changing(tensors)
+        for name, tensor in changing.items():
             self.tensors[name].copy_(local(tensor), non_blocking=True)
         if self.pinned:
             torch.cuda.synchronize()
-        return {name: as_part(self.tensors[name], tensor, self.mesh) for name, tensor in tensors.items()}
+        copies = {name: as_part(self.tensors[name], tensor, self.mesh) for name, tensor in changing.items()}
+        return {**tensors, **copies}
+
+    def _changing(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+        """All but frozen weights that are in host memory anyway."""
+        return {name: tensor for name, tensor in tensors.items() if name not in self.constant}

@@ -34,11 +34,12 @@ from flexor.policies.adapter_files import save_adapter
 from flexor.policies.adapters import merged
 from flexor.policies.augment.step import AugmentImages, augmented
 from flexor.policies.base import Policy
+from flexor.policies.frozen_in_bf16 import float32_state, round_frozen
 from flexor.policies.pretrained import base_policy, save_pretrained
 from flexor.policies.processing.host_steps import HostPipeline, split_processing
 from flexor.policies.processing.normalize import NormalizeByDataset
 from flexor.policies.processing.pipeline import Pipeline
-from flexor.policies.weight_names import unique_parameters, unique_state
+from flexor.policies.weight_names import unique_parameters
 from flexor.train.checkpoint import lerobot
 from flexor.train.checkpoint.folder import read_state
 from flexor.train.checkpoint.tensors import EMA_STATE, OPTIMIZER, RAW_MODEL, ShardedTensors, open_tensors
@@ -86,7 +87,7 @@ class TrainState:
 
     def tensors(self) -> dict[str, Tensor]:
         """All tensors that training changes, by name; this rank's shards if the run is sharded."""
-        named = {f"model.{name}": tensor for name, tensor in unique_state(self.policy).items()}
+        named = {f"model.{name}": tensor for name, tensor in float32_state(self.policy).items()}
         if self.ema:
             named |= {f"ema.{name}": tensor for name, tensor in self.ema.average.items()}
         names, state = self.parameter_names(), self.optimizer.state_dict()["state"]
@@ -181,7 +182,7 @@ class TrainState:
         numbered = sum(len(group["params"]) for group in groups)
         # earlier runs number only our parameters, not all of LeRobot's
         saved_tensors = open_tensors(folder, names if numbered == len(names) else self.names_in_file())
-        tensors = {f"model.{name}": tensor for name, tensor in unique_state(self.policy).items()}
+        tensors = {f"model.{name}": tensor for name, tensor in float32_state(self.policy).items()}
         if self.ema:
             tensors |= {f"ema.{name}": tensor for name, tensor in self.ema.average.items()}
         parameters = unique_parameters(self.policy)
@@ -192,6 +193,7 @@ class TrainState:
                 target = _allocate(saved, parameters[parameter].detach())
                 tensors[name] = state.setdefault(names.index(parameter), {})[key] = target
         saved_tensors.fill(tensors)
+        round_frozen(self.policy)
         for group, current in zip(groups, self.optimizer.state_dict()["param_groups"]):
             group["params"] = current["params"]
             # how it computes (fused, maximize, ...) is this run's; numbers are the checkpoint's

@@ -24,6 +24,7 @@ from flexor.core.errors import ConfigError
 from flexor.core.rng import seed_everything
 from flexor.monitor.step_times import StepTimes
 from flexor.policies.base import Policy
+from flexor.policies.frozen_in_bf16 import store_frozen_in_bf16
 from flexor.policies.meta_init import with_memory
 from flexor.policies.pretrained import load_weights
 from flexor.train.engine.exchange import GradientExchange, broadcast_weights
@@ -109,6 +110,7 @@ class Engine:
         if self.world_size > 1:
             self.strategy = "ddp"
         self.learning_rates: list[Tensor] | None = None
+        self.frozen_in_bf16 = False  # whether frozen weights are stored in bfloat16
         self.copies: Bf16Copies | None = None  # of the weights, where the step computes with copies
         self.exchange: GradientExchange | None = None  # with other ranks
         self.scaler = torch.amp.GradScaler(device.type, enabled=precision == "fp16")
@@ -132,6 +134,8 @@ class Engine:
         if weights is None:
             with self.processes.main_first():  # one process per host downloads
                 policy.load_backbone()
+        if self.frozen_in_bf16:
+            store_frozen_in_bf16(policy, keep_float32=self.processes.is_main)
         with_memory(policy, self.device)
         if isinstance(weights, Path):
             load_weights(policy, weights)
