@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from data_verdict import bar_lines
-from flexor.bench.figures import EpochMeasurement, bound, make_report
+from flexor.bench.figures import EpochMeasurement, bound, busy_shares, make_report
 from flexor.bench.limits import Limits, Player, decode_limit, memory_limit
 from flexor.bench.memory import PeakMemory, process_tree
 from flexor.cli import main as cli
@@ -155,7 +155,8 @@ def test_limit_of_windows_is_decoding_times_reuse_until_memory_is_slower():
 
 # --- figures
 
-ABOUT = {"threads": 2, "remote": False, "tier": "stream", "samples_per_epoch": 100, "dataset_frames": 200}
+ABOUT = {"threads": 2, "ranks": 2, "decode_in": "threads", "remote": False, "tier": "stream"}
+ABOUT |= {"samples_per_epoch": 100, "dataset_frames": 200}
 
 
 def stretch(started: float, ended: float, samples: int, frames: int, **counters: float) -> EpochMeasurement:
@@ -210,19 +211,54 @@ def test_decoding_again_what_is_kept_lowers_no_limit():
     assert limits["disk"][1] == 50 * 200 / 20
 
 
+IDLE = dict.fromkeys(("decoding", "conversion", "reading", "interpreter", "memory"), 0.1)
+
+
 @pytest.mark.parametrize(
-    ("decode_s", "convert_s", "remote", "message"),
+    ("busy", "remote", "message"),
     [
-        (15, 2, False, "decoding"),
-        (2, 15, False, "gathering and conversion"),
-        (2, 2, True, "the network"),
-        (2, 2, False, "neither"),
-        (15, 2, True, "decoding"),
+        ({"decoding": 0.8}, False, "decoding"),
+        ({"decoding": 0.8, "interpreter": 0.9}, False, "Python's interpreter"),
+        ({"conversion": 0.8}, False, "gathering and conversion"),
+        ({"reading": 0.8}, False, "the disk"),
+        ({"reading": 0.8}, True, "the network"),
+        ({"memory": 0.8}, False, "copying memory"),
+        ({}, True, "the network"),
+        ({}, False, "nothing that is measured"),
+        ({"decoding": 0.8}, True, "decoding"),
     ],
 )
-def test_what_bounds_it_follows_from_what_the_threads_did(decode_s, convert_s, remote, message):
-    counters = {"decode_s": decode_s, "convert_s": convert_s}
-    assert bound(counters, Limits(100, 1000), 100, 90, 20, remote).startswith(message)
+def test_what_bounds_it_is_what_is_busiest(busy, remote, message):
+    sentence = bound({**IDLE, **busy}, 0.9, False, remote)
+    assert sentence.startswith(message) and sentence.endswith("90% of what decoding alone allows")
+    assert all(f"{share:.0%}" in sentence for share in busy.values())
+
+
+def test_shares_of_processes_and_of_threads():
+    counters = {"decode_s": 12.0, "convert_s": 2.0, "read_s": 1.0, "decode_wait_s": 6.0}
+    about = {"threads": 4, "ranks": 1, "decode_in": "processes"}
+    shares = busy_shares(counters, about, seconds=5, cpu_s=18, of_memory=0.3)
+    assert shares == pytest.approx(
+        {"decoding": 0.6, "conversion": 0.1, "reading": 0.05, "interpreter": 0.8, "memory": 0.3}
+    )
+    # threads that decode wait for the interpreter
+    threads = busy_shares(counters, {**about, "decode_in": "threads"}, seconds=5, cpu_s=14, of_memory=0.3)
+    assert threads["interpreter"] == pytest.approx(0.3)
+
+
+def test_several_numbers_of_workers_are_compared(root, tmp_path, capsys):
+    report = bench(
+        root, tmp_path / "out.json", "--num_workers=1,2", "--batches=3", "--dataset.cache.tier=stream"
+    )
+    assert [run["num_workers"] for run in report["scaling"]] == [1, 2] and report["threads"] == 2
+    assert "speed-up" in capsys.readouterr().out
+
+
+def test_decode_processes_are_measured_too(root, tmp_path):
+    flags = ["--num_workers=2", "--dataset.cache.tier=stream", "--dataset.decode_in=processes"]
+    report = bench(root, tmp_path / "out.json", *flags)
+    assert report["decode_in"] == "processes" and report["decoded"] >= 2 * FRAMES
+    assert report["cpu_s"] > report["decode_s"] > 0
 
 
 # --- memory

@@ -101,6 +101,24 @@ def bench_data(config: TrainConfig, options: Options) -> dict[str, Any]:
     return make_report(about, first_batch_s, [rank.stretches for rank in measured], limits)
 
 
+def bench_scaling(config: TrainConfig, options: Options, workers: Sequence[int]) -> dict[str, Any]:
+    """The report for the largest number of workers, and a few figures for each number."""
+    reports = [bench_data(replace(config, num_workers=count), options) for count in workers]
+    for count, report in zip(workers, reports):
+        report["num_workers"] = count
+    names = (
+        "num_workers",
+        "frames_per_s_node",
+        "limit_frames_per_s",
+        "of_limit",
+        "decode_in",
+        "shares",
+        "bound",
+    )
+    best = max(reports, key=lambda report: report["num_workers"])
+    return {**best, "scaling": [{name: report[name] for name in names} for report in reports]}
+
+
 def threads_per_rank(ranks: int) -> int:
     """A rank's share of the CPU cores, unless --num_workers is given."""
     return max(1, usable_cores() // ranks)
@@ -167,10 +185,11 @@ def _measure(config: TrainConfig, options: Options, rank: int, start: Barrier | 
             _take(steps, stretch, loader.frames_per_sample)
         if options.device.startswith("cuda"):
             torch.cuda.synchronize()
-        clock.stop(stretch, loader.counters())
+        clock.stop(stretch, loader.counters(), loader.in_processes)
         stretches.append(stretch)
     steps.close()  # type: ignore[attr-defined]
-    facts = {"tier": loader.tier, "samples_per_epoch": loader.order.size}
+    decode_in = "processes" if loader.in_processes else "threads"
+    facts = {"tier": loader.tier, "samples_per_epoch": loader.order.size, "decode_in": decode_in}
     if rank == 0:
         facts["shuffle"] = _shuffle(loader)
     first_batch_s = stretches[0].first_batch_at - stretches[0].started
@@ -184,9 +203,9 @@ class Clock:
         self.started, self.cpu = time.perf_counter(), time.process_time()
         self.counters: dict[str, float] = {}
 
-    def stop(self, stretch: EpochMeasurement, counters: dict[str, float]) -> None:
+    def stop(self, stretch: EpochMeasurement, counters: dict[str, float], decode_processes: bool) -> None:
         stretch.ended = time.perf_counter()
-        cpu = time.process_time()
+        cpu = time.process_time() + (counters["decode_s"] if decode_processes else 0)
         stretch.cpu_s = cpu - self.cpu
         stretch.counters = {
             name: value if name in LEVELS else value - self.counters.get(name, 0)

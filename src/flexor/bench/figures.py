@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -13,7 +13,7 @@ from flexor.bench.limits import Limits
 LEVELS = ("pool_bytes", "pool_peak_bytes", "cache_bytes")
 """Counters of an amount, not of events."""
 KEEPING_TIERS = ("ram", "disk", "gpu")
-IDLE = 0.4  # idle share of the threads' time from which on the threads are not the bottleneck
+BUSY = 0.6  # share of its time from which on a resource is the bottleneck
 
 
 @dataclass
@@ -26,7 +26,7 @@ class EpochMeasurement:
     samples: int = 0
     frames: int = 0
     bytes: int = 0
-    cpu_s: float = 0.0
+    cpu_s: float = 0.0  # of the process that trains, and of its decode processes
     latencies: list[tuple[float, int]] = field(default_factory=list)
     """Seconds that the loop waited for each step, and the step's number of samples."""
     counters: dict[str, float] = field(default_factory=dict)
@@ -79,13 +79,16 @@ def figures(
         counters[name] = max(sum(s.counters.get(name, 0) for s in epoch) for epoch in epochs)
     rate = frames / seconds
     limit = limits.frames_per_s(frames, needed)
+    cpu_s = sum(s.cpu_s for s in stretches)
+    shares = busy_shares(counters, about, seconds, cpu_s, rate / limits.memory)
     latency = np.array([1e3 * seconds / samples for s in stretches for seconds, samples in s.latencies])
     return {
         "frames_per_s_node": rate,
         "samples_per_s": samples / seconds,
         "limit_frames_per_s": limit,
         "of_limit": rate / limit if frames else None,
-        "bound": bound(counters, limits, limit, rate, about["threads"] * seconds, about["remote"]),
+        "shares": shares,
+        "bound": bound(shares, rate / limit, limit == limits.memory, about["remote"]),
         "wallclock_s": seconds,
         "frames": frames,
         "samples": samples,
@@ -93,29 +96,47 @@ def figures(
         "hit_rate": _ratio(counters.get("hits", 0), counters.get("hits", 0) + counters.get("misses", 0)),
         "frames_decoded_per_frame_delivered": _ratio(counters.get("decoded", 0), frames),
         "bytes_delivered": sum(s.bytes for s in stretches),
-        "cpu_s_per_frame": _ratio(sum(s.cpu_s for s in stretches), frames),
-        "cpu_s": sum(s.cpu_s for s in stretches),
+        "cpu_s_per_frame": _ratio(cpu_s, frames),
+        "cpu_s": cpu_s,
         **dict.fromkeys(("evictions", "bytes_read")),  # no value if the loader does not count them
         **counters,
     }
 
 
-def bound(
-    counters: dict[str, float], limits: Limits, limit: float, rate: float, thread_s: float, remote: bool
-) -> str:
+def busy_shares(
+    counters: Mapping[str, float], about: Mapping[str, Any], seconds: float, cpu_s: float, of_memory: float
+) -> dict[str, float]:
+    """How busy each resource is, from 0 to 1: the workers with each kind of work, the interpreter of a rank, memory.
+
+    The interpreter runs what is not decoding or conversion; and threads that decode wait for it."""
+    workers, wall = about["threads"] * seconds, about["ranks"] * seconds
+    decoding, converting = counters.get("decode_s", 0.0), counters.get("convert_s", 0.0)
+    waiting = 0.0 if about["decode_in"] == "processes" else counters.get("decode_wait_s", 0.0) / workers
+    return {
+        "decoding": decoding / workers,
+        "conversion": converting / workers,
+        "reading": counters.get("read_s", 0.0) / workers,
+        "interpreter": max(0.0, (cpu_s - decoding - converting) / wall, waiting),
+        "memory": of_memory,
+    }
+
+
+def bound(shares: Mapping[str, float], of_limit: float, memory_limited: bool, remote: bool) -> str:
     """What limits the speed, in a sentence."""
-    decoding, converting = (counters.get(name, 0) / thread_s for name in ("decode_s", "convert_s"))
-    idle = 1 - decoding - converting
-    if remote and idle > IDLE:
-        why = f"the network: videos are read remotely, and the threads waited {idle:.0%} of the time"
-    elif idle > IDLE:
-        why = f"neither decoding nor conversion: the threads were idle {idle:.0%} of the time"
-    elif decoding >= converting:
-        why = f"decoding: it takes {decoding:.0%} of the threads' time, gathering and conversion {converting:.0%}"
+    names = {"reading": "the network" if remote else "the disk", "interpreter": "Python's interpreter"}
+    names |= {"conversion": "gathering and conversion", "memory": "copying memory"}
+    by_share = sorted(shares, key=lambda name: -shares[name])
+    parts = ", ".join(f"{names.get(name, name)} {shares[name]:.0%}" for name in by_share)
+    largest = by_share[0]
+    idle = shares[largest] < BUSY
+    if remote and idle:
+        why = f"the network: videos are read remotely, and the workers wait ({parts} busy)"
+    elif idle:
+        why = f"nothing that is measured ({parts} busy)"
     else:
-        why = f"gathering and conversion: they take {converting:.0%} of the threads' time, decoding {decoding:.0%}"
-    operation = "copying memory" if limit == limits.memory else "decoding"
-    return f"{why}; {rate / limit:.0%} of what {operation} alone allows" if rate else why
+        why = f"{names.get(largest, largest)} ({parts} busy)"
+    operation = "copying memory" if memory_limited else "decoding"
+    return f"{why}; {of_limit:.0%} of what {operation} alone allows" if of_limit else why
 
 
 def _ratio(part: float, total: float) -> float | None:

@@ -49,7 +49,7 @@ def render(report: dict[str, Any]) -> str:
     lines = [
         f"{report['dataset']} ({report['source']}): mode {report['mode']}, {report['cameras']} cameras, "
         f"batch {report['batch_size']} on {report['device']}, {report['ranks']} rank(s), {report['threads']} "
-        f"threads on {report['cores']} cores, tier {report['tier']}",
+        f"{report['decode_in']} on {report['cores']} cores, tier {report['tier']}",
         "",
         table(rows),
         "",
@@ -59,8 +59,31 @@ def render(report: dict[str, Any]) -> str:
         "shuffle: {episodes:.1f} episodes in a batch of {batch} (uniform: {episodes_uniform:.1f}), {near:.1f} "
         "pairs of near-duplicates (uniform: {near_uniform:.1f})".format(**report["shuffle"]),
         *(f"epoch {epoch['epoch']}: limited by {epoch['bound']}" for epoch in epochs),
+        *_scaling(report),
     ]
     return "\n".join(lines)
+
+
+def _single_values(report: dict[str, Any]) -> dict[str, Any]:
+    """What has a place in a table: shares become columns of their own."""
+    flat = {f"{name}_share": share for name, share in report["shares"].items()}
+    return flat | {key: value for key, value in report.items() if not isinstance(value, dict | list)}
+
+
+def _scaling(report: dict[str, Any]) -> list[str]:
+    """A table with a line per number of workers, if several were measured."""
+    runs = report.get("scaling", [])
+    if not runs:
+        return []
+    first = runs[0]["frames_per_s_node"]
+    rows = [["workers", "decode in", "frames/s", "speed-up", "of the limit", "limited by"]]
+    for run in runs:
+        rate = run["frames_per_s_node"]
+        why = run["bound"].partition(" (")[0].partition(":")[0]
+        share = _cell(run["of_limit"], "{:.0%}")
+        workers, speed_up = str(run["num_workers"]), f"{rate / first:.2f}x"
+        rows.append([workers, run["decode_in"], f"{rate:,.0f}", speed_up, share, why])
+    return ["", table(rows)]
 
 
 def _cell(value: float | None, style: str) -> str:
@@ -87,10 +110,10 @@ def write(report: dict[str, Any], output: Path | None) -> tuple[Path, Path]:
     name = f"data_{report['mode']}_{time.strftime('%Y%m%d_%H%M%S')}"
     path = output if output.suffix == ".json" else output / f"{name}.json"
     make_parents(path).write_text(json.dumps(report, indent=2) + "\n")
-    about = {key: value for key, value in report.items() if not isinstance(value, dict | list)}
+    about = _single_values(report)
     with path.with_suffix(".csv").open("w", newline="") as file:
         writer = csv.DictWriter(file, [*about, "epoch"])
         writer.writeheader()
         for epoch in report["epochs"]:
-            writer.writerow({**about, **epoch})
+            writer.writerow({**about, **_single_values(epoch)})
     return path, path.with_suffix(".csv")

@@ -47,7 +47,8 @@ def _add_data(measures: Any) -> None:
         "data",
         help="how fast batches are loaded, and how fast the hardware could load them",
         description="Load a dataset without a model, and compare the speed with the limits of the hardware. "
-        "Settings of `flexor train` are accepted: --dataset.*, --batch_size, --num_workers, --seed, --policy.*.",
+        "Settings of `flexor train` are accepted: --dataset.*, --batch_size, --num_workers, --seed, --policy.*. "
+        "Several numbers of workers, such as --num_workers=1,2,4,8, show how the speed scales.",
         allow_abbrev=False,
     )
     parser.add_argument(
@@ -91,7 +92,12 @@ def _data(parsed: argparse.Namespace, settings: list[str]) -> int:
     check_report_path(output)
     options = bench_data.Options(**measurement)
     flags = {"num_workers": bench_data.threads_per_rank(parsed.ranks), **parse_flags(settings)}
-    report = bench_data.bench_data(config_from_flags(flags), options)
+    counts = str(flags["num_workers"]).split(",")
+    if len(counts) > 1 and all(count.isdecimal() for count in counts):
+        config = config_from_flags({**flags, "num_workers": int(counts[-1])})
+        report = bench_data.bench_scaling(config, options, [int(count) for count in counts])
+    else:
+        report = bench_data.bench_data(config_from_flags(flags), options)
     for path in write(report, output):
         log.info("wrote %s", path)
     print_result(report, as_json, render(report))

@@ -224,7 +224,8 @@ class Loader(StepPlanner):
         return work_since(now, before) | about
 
     def counters(self) -> dict[str, Any]:
-        """Frames and bytes read so far, and the threads' CPU seconds."""
+        """Frames and bytes read so far; CPU seconds of decoding and conversion; and seconds that decoding waited for
+        files, and for the interpreter or a core."""
         count, store = self._counters, self.dataset.store
         return {
             **{name: count[name] for name in ("decoded", "delivered", "misses")},
@@ -238,6 +239,8 @@ class Loader(StepPlanner):
             ),
             "decode_s": count["decode_us"] / 1e6,
             "convert_s": count["convert_us"] / 1e6,
+            "read_s": count["read_s_us"] / 1e6,
+            "decode_wait_s": max(0, count["decode_s_us"] - count["decode_cpu_s_us"]) / 1e6,
         }
 
     # What each group of steps reads (see `StepPlanner`).
