@@ -1,4 +1,5 @@
-"""The datasets of the data benchmark: two cameras of 480x640 with moving things and a sensor's noise.
+"""The datasets of the data benchmark: cameras with moving things and a sensor's noise. Two of 480x640, as on a robot
+arm, or one of 96x96 or 256x256, as in simulation.
 
     python benchmarks/data_sets.py av1_gop2 [--episodes 20] [--frames 300]
 
@@ -23,7 +24,10 @@ CAMERAS = ("observation.images.top", "observation.images.wrist")
 ENCODINGS = {
     "av1_gop2": {"codec": "av1", "gop": 2, "crf": 30},
     "h264_gop250": {"codec": "h264", "gop": 250, "crf": 23},
+    "av1_gop2_96": {"codec": "av1", "gop": 2, "crf": 30, "side": 96},
+    "av1_gop2_256": {"codec": "av1", "gop": 2, "crf": 30, "side": 256},
 }
+MORE_EPISODES = 10  # of small images: an epoch of them would be over at once
 NOISE = 5.0  # standard deviation in grey levels, as of a webcam in a room
 
 
@@ -37,20 +41,35 @@ def dataset(name: str, episodes: int = 20, frames: int = 300) -> Path:
     return root
 
 
-def write(root: Path, episodes: int, frames: int, codec: str, gop: int, crf: int) -> None:
-    camera = {"dtype": "video", "shape": (HEIGHT, WIDTH, 3), "names": ["height", "width", "channels"]}
+def write(
+    root: Path, episodes: int, frames: int, codec: str, gop: int, crf: int, side: int | None = None
+) -> None:
+    """With `side`, one camera of square images, and more episodes."""
+    cameras = CAMERAS if side is None else CAMERAS[:1]
+    episodes = episodes if side is None else MORE_EPISODES * episodes
+    size = (HEIGHT, WIDTH) if side is None else (side, side)
+    camera = {"dtype": "video", "shape": (*size, 3), "names": ["height", "width", "channels"]}
     vector = {"dtype": "float32", "shape": (14,), "names": None}
-    features = {**dict.fromkeys(CAMERAS, camera), "observation.state": vector, "action": vector}
+    features = {**dict.fromkeys(cameras, camera), "observation.state": vector, "action": vector}
     files = {"data_files_mb": 1e-6, "video_files_mb": 1e6}
     with DatasetWriter(root, FPS, features, codec=codec, gop=gop, crf=crf, **files) as writer:
         for episode in range(episodes):
-            scenes = {name: Scene(episode, number) for number, name in enumerate(CAMERAS)}
+            scenes = {name: Scene(episode, number) for number, name in enumerate(cameras)}
             path = np.random.default_rng([2, episode]).normal(0, 0.05, (frames, 14)).cumsum(0)
             for number in range(frames):
-                pictures = {name: scene.picture(number) for name, scene in scenes.items()}
+                pictures = {name: resized(scene.picture(number), size) for name, scene in scenes.items()}
                 state = path[number].astype(np.float32)
                 writer.add_frame({**pictures, "observation.state": state, "action": state})
             writer.save_episode("put the block into the bowl" if episode % 2 else "open the drawer")
+
+
+def resized(picture: np.ndarray, size: tuple[int, int]) -> np.ndarray:
+    """The nearest pixels of a square in the middle: the noise stays."""
+    if picture.shape[:2] == size:
+        return picture
+    side, left = HEIGHT, (WIDTH - HEIGHT) // 2
+    rows, columns = (np.arange(n) * side // n for n in size)
+    return np.ascontiguousarray(picture[:, left : left + side][rows][:, columns])
 
 
 class Scene:

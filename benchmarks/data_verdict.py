@@ -10,6 +10,8 @@ BARS = {
     "av1_gop2-single": (2.5, 0.85),
     "av1_gop2-sarm": (10.0, None),
     "h264_gop250-single": (50.0, None),
+    "av1_gop2_96-single": (3.0, 0.7),
+    "av1_gop2_256-single": (3.0, 0.8),
 }
 CACHED_BAR = 40.0
 
@@ -40,7 +42,7 @@ def bar_lines(case: str, settings: dict[str, list[dict[str, Any]]], stream: str,
     theirs = rate(lerobot[best]) or 0
     name = best.removeprefix("lerobot, ")
     lines = []
-    ratio_bar, limit_bar = BARS.get(case, (None, None))
+    ratio_bar, limit_bar = BARS.get(case.partition(",")[0], (None, None))
     for setting, bar in ((stream, ratio_bar), (cached, None if case.startswith("h264") else CACHED_BAR)):
         ours = rate(settings.get(setting, [])) or 0
         label = f"{case}, {setting.removeprefix('flexor, ')}, frames/s"

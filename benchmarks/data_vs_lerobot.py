@@ -1,11 +1,11 @@
 """Flexor's data loading beside LeRobot's: the same datasets, the same cores, one after the other, in turns.
 
-    python benchmarks/data_vs_lerobot.py [--quick] [--rounds 3] [--cores 2] [--dataset.root FOLDER]
+    python benchmarks/data_vs_lerobot.py [--quick] [--rounds 3] [--cores 1 2 4 8 15] [--dataset.root FOLDER]
 
-The first round runs LeRobot in every setting: LeRobotDataset and StreamingLeRobotDataset, 0, 2 and 4 workers,
-pictures as uint8 and as float32, which is its default. Later rounds repeat its two fastest. Flexor streams one
-epoch, and in another run goes through two, of which the second reads what the first has kept. Every measurement
-is a process of its own, and never two run at once.
+The first round runs LeRobot in every setting: LeRobotDataset and StreamingLeRobotDataset, 0 to 16 workers (not more
+than twice the cores), pictures as uint8 and as float32, which is its default. Later rounds repeat its two fastest.
+Flexor streams one epoch, and in another run goes through two, of which the second reads what the first has kept. Every
+measurement is a process of its own, and never two run at once.
 
 Flexor's time counts from opening the dataset to the last batch of the epoch. LeRobot's counts once its workers
 are warm. So start-up is charged to us and not to LeRobot. Ratios are to LeRobot's fastest setting in that case.
@@ -44,15 +44,19 @@ class Case:
 
 def main() -> None:
     args = parse()
-    cores = sorted(os.sched_getaffinity(0))[: args.cores]
+    usable = sorted(os.sched_getaffinity(0))
     python = lerobot_environment.lerobot_python()
     torchcodec = lerobot_environment.has_torchcodec(python)
-    bench = Bench(args, cores, python, torchcodec)
     results = {}
-    for case in cases(args):
-        results[case.name] = bench.run(case)
-        keep(args, cores, torchcodec, results)
-    print(keep(args, cores, torchcodec, results))
+    for count in args.cores:
+        if count > len(usable):
+            sys.exit(f"--cores {count}: this machine has {len(usable)} cores.")
+        bench = Bench(args, usable[:count], python, torchcodec)
+        for case in cases(args):
+            name = case.name if len(args.cores) == 1 else f"{case.name}, {count} cores"
+            results[name] = bench.run(case)
+            keep(args, torchcodec, results)
+    print(keep(args, torchcodec, results))
 
 
 def parse() -> argparse.Namespace:
@@ -63,7 +67,7 @@ def parse() -> argparse.Namespace:
         "--seconds", type=float, default=20.0, help="least time a LeRobot setting is measured for"
     )
     parser.add_argument("--timeout", type=float, default=300.0, help="most time a measurement may take")
-    parser.add_argument("--cores", type=int, default=2)
+    parser.add_argument("--cores", type=int, nargs="+", default=[2], help="cores that both programs get")
     parser.add_argument("--cases", nargs="*", help="only these, such as av1_gop2-single")
     parser.add_argument("--tier", default="disk", help="where the second epoch's frames are kept")
     parser.add_argument("--dataset.root", dest="root", type=Path, help="this dataset instead of made ones")
@@ -79,7 +83,13 @@ def cases(args: argparse.Namespace) -> list[Case]:
         selection = [Case(f"{args.root.name}-{mode}", args.root, mode) for mode in ("single", "sarm")]
     else:
         size = (6, 240) if args.quick else (20, 300)
-        combinations = (("av1_gop2", "single"), ("av1_gop2", "sarm"), ("h264_gop250", "single"))
+        combinations = (
+            ("av1_gop2", "single"),
+            ("av1_gop2", "sarm"),
+            ("h264_gop250", "single"),
+            ("av1_gop2_96", "single"),
+            ("av1_gop2_256", "single"),
+        )
         selection = [
             Case(f"{name}-{mode}", data_sets.dataset(name, *size), mode)
             for name, mode in combinations
@@ -141,7 +151,8 @@ class Bench:
         backend = ["--backend", "torchcodec" if self.torchcodec else "pyav"]
         # Its default of 1000 windows of 16 pictures would take 15 GB in each worker.
         buffer = ["--buffer", 200 if case.mode == "sarm" else 1000]
-        every = (0, 2) if self.args.quick else (0, 2, 4)
+        most = max(4, 2 * len(self.cores))
+        every = (0, 2) if self.args.quick else [n for n in (0, 2, 4, 8, 16) if n <= most]
         commands: dict[str, list[object]] = {}
         for workers in every:
             map_style = [*program, "--kind", "map", "--workers", workers, *backend]
@@ -171,12 +182,14 @@ def flexor_figures(report: dict[str, Any]) -> dict[str, Any]:
         "samples_per_s",
         "frames_decoded_per_frame_delivered",
         "bound",
+        "shares",
     )
     about = (
         "first_batch_latency_s",
         "peak_memory_bytes",
         "peak_memory_without_files_bytes",
         "tier",
+        "decode_in",
         "shuffle",
     )
     return {
@@ -187,12 +200,12 @@ def flexor_figures(report: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def keep(args: argparse.Namespace, cores: list[int], torchcodec: bool, results: dict[str, Any]) -> str:
+def keep(args: argparse.Namespace, torchcodec: bool, results: dict[str, Any]) -> str:
     """Write what there is so far, as JSON and as a page; the page."""
     about = {
         "date": time.strftime("%Y-%m-%d"),
         "command": "python benchmarks/data_vs_lerobot.py" + (" --quick" if args.quick else ""),
-        "cores": len(cores),
+        "cores": ", ".join(map(str, args.cores)),
         "batch_size": BATCH,
         "rounds": args.rounds,
         "lerobot": f"0.6.1 with {'torchcodec' if torchcodec else 'PyAV: torchcodec did not load, NOT its best'}",
