@@ -54,3 +54,7 @@ def _opened(files: dict[str, InputContainer], path: str) -> InputContainer:
         files[path].streams.video[0].thread_type = "NONE"
         files[path].streams.video[0].codec_context.thread_count = 1
     return files[path]
+
+
+if __name__ == "__main__":
+    main()

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import json
 import subprocess
-import sys
 import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -22,6 +21,7 @@ import numpy as np
 import torch
 from av.container import InputContainer
 
+from flexor.core.child_python import module_command, module_environment
 from flexor.core.errors import FlexorError
 from flexor.data.dataset import Dataset
 from flexor.data.frames.clips import Clip, VideoClip
@@ -95,11 +95,9 @@ def _stretch(clip: Clip, frames: np.ndarray) -> tuple[str, int, int] | None:
 
 def _process_pass(stretches: Sequence[tuple[str, int, int] | None], processes: int, seconds: float) -> float:
     """Each process decodes videos, again and again, until the time is over."""
-    code = f"import sys; sys.path[:] = {sys.path!r}; from flexor.bench.decode_alone import main; main()"
+    command, pipe = module_command("flexor.bench.decode_alone"), subprocess.PIPE
     running = [
-        subprocess.Popen(
-            [sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-        )
+        subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True, env=module_environment())
         for _ in range(processes)
     ]
     try:

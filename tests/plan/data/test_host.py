@@ -150,12 +150,29 @@ def test_more_of_anything_never_takes_less(batch: int, ranks: int, workers: int,
 
 def test_expected_speed_goes_by_codec_key_frames_and_pixels() -> None:
     speed = expected_speed(Data(1, (VGA, Camera(240, 320, codec="h264", gop=250))))
-    assert speed.decode_s == pytest.approx(3.0e-3 + 2.0e-3 / 4)
+    assert speed.decode_s == pytest.approx(3.0e-3 + 2.0e-3 / 4 + 2 * 30e-6)
     assert speed.gather_s == pytest.approx(0.1e-3 * 1.25)
     # scaling makes less to gather, not less to decode
     scaled = expected_speed(TWO.scaled(CacheConfig(size="240x320")))
     assert scaled.decode_s == expected_speed(TWO).decode_s
     assert scaled.gather_s == pytest.approx(expected_speed(TWO).gather_s / 4)
+
+
+def test_small_images_are_limited_by_the_interpreters_of_the_ranks() -> None:
+    data = Data(1_000_000, (Camera(96, 96),))
+    demand = 100_000.0
+    supplies = [
+        supply(data, expected_speed(data), Loading(64, ranks=n, workers=64), demand, 200) for n in (1, 2)
+    ]
+    assert [result.loaded for result in supplies] == pytest.approx([40_000, 80_000])
+    assert all(result.bound and result.loaded == result.most for result in supplies)
+    large = Data(1_000_000, (VGA,))
+    assert supply(large, expected_speed(large), Loading(64, workers=8), 1000.0, 9).loaded < 40_000
+
+
+def test_decode_processes_take_memory() -> None:
+    few, many = (host_memory(TWO, Loading(8, workers=n), STREAM).decoders for n in (2, 4))
+    assert many - 2 * few == 4 * 45_000_000
 
 
 def test_measured_speed_is_what_the_benchmark_found() -> None:

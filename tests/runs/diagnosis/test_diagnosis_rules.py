@@ -210,6 +210,17 @@ def test_copying_in_memory():
     assert_names(verdict_of(to_gpu), "data-bound (memory copy)", "--dataset.cache.tier=gpu")
 
 
+def test_threads_that_wait_for_python() -> None:
+    waiting = {**DECODING, "decode_cpu_s": 2.0, "decode_in": "threads"}
+    line = changed(HEALTHY, data_wait=0.6, gpu_busy=0.4, loader=waiting)
+    assert_names(verdict_of(line), "data-bound (interpreter)", "--dataset.decode_in=processes")
+    processes = {**LOADER, "decode_in": "processes", "plan_cpu_s": 1.9, "decode_s": 3.0}
+    line = changed(HEALTHY, data_wait=0.6, gpu_busy=0.4, loader=processes)
+    assert_names(verdict_of(line), "data-bound (interpreter)")
+    idle = changed(line, loader={"plan_cpu_s": 0.2})
+    assert_names(verdict_of(idle), "data-bound (decode)")
+
+
 def test_host_steps_of_the_policy():
     slow = {"host_steps_s": 7.5, "decode_s": 0.1, "cache": "ram"}
     assert_names(verdict_of(changed(HEALTHY, data_wait=0.5, loader=slow)), "data-bound (processing)")

@@ -25,6 +25,7 @@ from itertools import count
 
 import numpy as np
 
+from flexor.core.child_python import module_command, module_environment
 from flexor.core.errors import FlexorError, SourceError
 from flexor.data.video.decode import count_read
 from flexor.data.video.decode_request import DecodeAnswer, DecodeRequest
@@ -36,7 +37,7 @@ NEXT_BYTES = (
     4 << 20
 )  # of frames; a process that has fewer to decode gets a further request, so that it never waits
 CHUNK = 1 << 20  # bytes received at once
-LAUNCH = "import sys; sys.path[:] = {path!r}; from flexor.data.video.decode_worker import main; main()"
+WORKER = "flexor.data.video.decode_worker"
 EXIT_S = 5.0  # to see how a process ended that closed its connection
 
 Answered = Callable[[DecodeAnswer | BaseException], None]
@@ -143,16 +144,14 @@ class DecodeProcesses:
 
     def _start(self, number: int) -> _Process:
         ours, theirs = socket.socketpair()
-        arguments = [str(theirs.fileno()), str(self.memory.descriptor), str(os.getpid())]
-        one_thread = {"OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1"}
         # The process starts with these signals blocked: Ctrl-C must not end it before it can ignore them.
         mask = signal.pthread_sigmask(signal.SIG_BLOCK, IGNORED_SIGNALS)
         try:
             process = subprocess.Popen(
-                [sys.executable, "-c", LAUNCH.format(path=sys.path), *arguments],
+                module_command(WORKER, theirs.fileno(), self.memory.descriptor, os.getpid()),
                 stdin=subprocess.DEVNULL,
                 pass_fds=(theirs.fileno(), self.memory.descriptor),
-                env=os.environ | one_thread,
+                env=module_environment(),
             )
         finally:
             signal.pthread_sigmask(signal.SIG_SETMASK, mask)

@@ -221,6 +221,7 @@ class Loader(StepPlanner):
         self._reported = now
         cache = "none" if self.tier == "stream" else self.tier
         about = {"threads": self.num_workers, "source": self.dataset.source_kind, "cache": cache}
+        about["decode_in"] = "processes" if self.in_processes else "threads"
         return work_since(now, before) | about
 
     def counters(self) -> dict[str, Any]:

@@ -137,9 +137,12 @@ class Prefetcher(Generic[T]):
             for number in range(start, stop):
                 with self.changed:
                     self.changed.wait_for(lambda: len(self.outstanding) < self.ahead or self.closing)
+                started = work_clock()
                 group = self._plan(number)
                 if group is None:
                     return
+                with self.changed:
+                    count_seconds(self.counters, plan_cpu_s=work_clock().since(started).cpu)
                 self._add(group, groups)
         except BaseException as error:
             with self.changed:

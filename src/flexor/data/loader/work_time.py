@@ -21,6 +21,7 @@ SECONDS = (
     "assemble_cpu_s",
     "host_steps_s",  # the policy's processing on the host, such as tokenising
     "wait_slots_s",  # waiting for room for decoded frames
+    "plan_cpu_s",  # of the thread that plans which frames a step needs, and asks for them
 )
 COUNTS = ("bytes", "frames_decoded", "frames_cached", "threads")
 
@@ -62,6 +63,6 @@ def work_since(current: Counter[str], before: Counter[str]) -> dict[str, Any]:
 
 
 def over_ranks(work: list[dict[str, Any]]) -> dict[str, Any]:
-    """The loaders of all ranks as one: sums. Where data comes from and where it is cached is the same for all."""
+    """The loaders of all ranks as one: sums. Where data comes from, is decoded and is cached is the same for all."""
     sums = {name: round(sum(rank[name] for rank in work), 4) for name in (*SECONDS, *COUNTS)}
-    return {**sums, "source": work[0]["source"], "cache": work[0]["cache"]}
+    return {**sums, **{name: work[0][name] for name in ("source", "cache", "decode_in")}}

@@ -90,3 +90,7 @@ class SharedSlots:
             size = os.fstat(self.descriptor).st_size
             self.memory = np.frombuffer(mmap.mmap(self.descriptor, size), np.uint8)
         return self.memory[offset : offset + nbytes]
+
+
+if __name__ == "__main__":
+    main()

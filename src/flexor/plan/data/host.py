@@ -16,13 +16,14 @@ from typing import Any
 from flexor.core.machine import pinned_bytes
 from flexor.data.loader.choose_order import LEAST_POOL, MOST_POOL, TARGET_UNITS
 from flexor.data.loader.loader import prefetched_groups, steps_of_group
-from flexor.data.loader.open import JPEG_SHARE
+from flexor.data.loader.open import JPEG_SHARE, MANY_WORKERS
 from flexor.data.settings import CacheConfig, parse_image_size
 from flexor.data.video.decode import MAX_DECODERS
 from flexor.data.video.planes import PlaneFormat
 
 PROCESS = {True: 3_500_000_000, False: 600_000_000}
 """Bytes of host memory of a training process without data: with CUDA and its libraries, and without."""
+DECODE_PROCESS = 45_000_000  # bytes of a process that decodes, without frames: many workers are processes
 DECODER_FRAMES = 12  # in a decoder's memory: reference frames and frames in progress
 GPU_SPARE_FRAMES = 1024  # extra frames cached per GPU: lanes differ in length
 GB = 1e9
@@ -155,9 +156,11 @@ def host_memory(
     data, ranks, on_cpu = data.scaled(cache), loading.ranks, not loading.gpu_decoder
     frames = {(c.codec, c.height, c.width): c.pixels * 3 // 2 for c in data.cameras}
     per_thread = sum(sorted(frames.values())[-MAX_DECODERS:]) * DECODER_FRAMES
+    in_processes = bool(data.cameras) and loading.tier == "stream" and loading.workers >= MANY_WORKERS
+    process = DECODE_PROCESS if in_processes else 0
     return HostMemory(
         processes=ranks * PROCESS[loading.gpu],
-        decoders=ranks * max(1, loading.workers) * per_thread if on_cpu else 0,
+        decoders=ranks * max(1, loading.workers) * (per_thread + process) if on_cpu else 0,
         table=ranks * data.frames * data.row_bytes,
         pool=pool_bytes(data, loading, cache) if on_cpu and data.cameras else 0,
         batches=ranks * steps_in_memory(data, loading) * step_bytes(data, loading),
@@ -212,6 +215,9 @@ DECODE_S: Mapping[str, tuple[float, float]] = {
 """Core seconds to decode a frame of 480x640 with camera noise: if every second frame is a key frame, and if few are.
 AV1 on an ARM core, the others on an x86 core (benchmarks/results, 2026-11-15); HEVC and VP9 with many key frames and
 single images are estimates."""
+FRAME_S = 30e-6  # core seconds of a worker for any frame, however small
+PYTHON_S = 25e-6
+"""Seconds of a rank's interpreter for each frame: planning, requests and bookkeeping. All else is done by workers."""
 GATHER_S = 0.1e-3  # core seconds to copy such a frame into a batch
 REACHED = 0.8  # share of the pure decoding speed that loading reaches
 OVERLAP = 1.1  # decoded frames per frame if windows overlap: neighbouring units share frames
@@ -228,6 +234,8 @@ class Speed:
     """To copy the images of one sample into a batch."""
     reached: float = REACHED
     source: str = "expected"
+    python_s: float = 0.0
+    """Of a rank's interpreter, for one sample. More cores do not help it."""
 
 
 def expected_speed(data: Data) -> Speed:
@@ -235,9 +243,9 @@ def expected_speed(data: Data) -> Speed:
     decode = 0.0
     for camera in data.cameras:
         often, rarely = DECODE_S.get(camera.codec, DECODE_S["h264"])
-        decode += (rarely if camera.gop >= LONG_GOP else often) * camera.pixels / VGA
+        decode += FRAME_S + (rarely if camera.gop >= LONG_GOP else often) * camera.pixels / VGA
     sample_bytes = sum(camera.frame_bytes() * camera.steps for camera in data.cameras)
-    return Speed(decode, GATHER_S * sample_bytes / (VGA * 3 // 2))
+    return Speed(decode, GATHER_S * sample_bytes / (VGA * 3 // 2), python_s=PYTHON_S * data.pictures)
 
 
 def measured_speed(data: Data, report: Mapping[str, Any]) -> Speed:
@@ -250,6 +258,7 @@ def measured_speed(data: Data, report: Mapping[str, Any]) -> Speed:
         gather_s=data.pictures * threads / memory if memory else expected.gather_s,
         reached=min(1.0, report.get("of_limit") or REACHED),
         source="measured",
+        python_s=expected.python_s,
     )
 
 
@@ -265,6 +274,8 @@ class DataSupply:
     """Threads that can meet the demand, for all ranks together."""
     cores: int
     """Cores for those threads and the training processes."""
+    most: float = math.inf
+    """Samples per second that the interpreters of all ranks can hand on, with any number of cores."""
 
     @property
     def bound(self) -> bool:
@@ -292,8 +303,9 @@ def supply(
     if loading.gpu_decoder and not cached:
         frames = sum(camera.pixels for camera in data.cameras) / VGA * repeats
         loaded = min(loaded, loading.ranks * GPU_DECODER / frames)
+    most = loading.ranks / speed.python_s if speed.python_s else math.inf
     threads = max(loading.ranks, math.ceil(demand * per_sample - 1e-9))
-    return DataSupply(demand, loaded, threads, threads + loading.ranks)
+    return DataSupply(demand, min(loaded, most), threads, threads + loading.ranks, most)
 
 
 def loading_seconds(samples: float, per_epoch: int, first: DataSupply, later: DataSupply) -> float:

@@ -186,10 +186,14 @@ def _host(plan: Plan) -> str:
     rows += [[f"  disk: {name}", gb(size)] for name, size in asdict(disk).items() if size]
     rows.append(["  disk, total at most", gb(disk.total)])
     threads = (
-        f"Loading would need {later.threads} threads in total (now {plan.loading.workers} per GPU)"
+        f"Loading would need {later.threads} workers in total (now {plan.loading.workers} per GPU)"
         if later.bound
-        else f"Loading needs {later.threads} of {plan.loading.workers * plan.loading.ranks} threads"
+        else f"Loading needs {later.threads} of {plan.loading.workers * plan.loading.ranks} workers"
     )
+    pictures = max(1, plan.data.pictures)
+    threads += f" and {later.cores} cores, for {pictures * later.demand:,.0f} frames/s"
+    if later.demand > later.most:
+        threads += f". Python can hand on at most {pictures * later.most:,.0f} frames/s: use more GPUs, or cache frames"
     first = ""
     if plan.run_time.first.bound and not later.bound:
         first = (

@@ -14,6 +14,12 @@ NOTICED = 0.1  # share of the time: less waiting is not looked at
 MAX_THREADS = 64
 READING, DECODING, COPYING, PROCESSING = "reading", "decoding", "copying", "processing"
 ROOM = "waiting for room"
+PYTHON_BUSY = (
+    0.6  # share of the time of the thread that plans, in which Python does not keep up with the workers
+)
+ON_A_CORE = (
+    0.7  # share of the time of threads that decode; below, they wait for Python if there are free cores
+)
 
 
 @dataclass(frozen=True)
@@ -78,10 +84,12 @@ def data_bound(f: Figures) -> list[Finding]:
     work = loader.largest
     reads_from = "network" if source in ("hub", "bucket") and f.of("loader.read_s") > 0 else "disk"
     kinds = {DECODING: "decode", COPYING: "memory copy", PROCESSING: "processing", ROOM: "room for frames"}
-    kind = {READING: reads_from, **kinds}[work]
+    python = python_share(f, loader)
+    kind = {READING: reads_from, **kinds}[work] if python is None else "interpreter"
     figures = _figures(f, wait, loader)
+    workers = "processes and threads" if f.last.get("loader.decode_in") == "processes" else "threads"
     evidence = (
-        f"it waits for data {percent(wait)} of the time; its {f.threads:.0f} loading threads spend "
+        f"it waits for data {percent(wait)} of the time; its {f.threads:.0f} loading {workers} spend "
         f"{percent(loader.decoding)} decoding, {percent(loader.reading)} reading, {percent(loader.copying)} copying"
     )
     if work == PROCESSING:
@@ -90,8 +98,35 @@ def data_bound(f: Figures) -> list[Finding]:
         evidence += f", and get {f.of('loader.bytes') / f.seconds / 1e6:.3g} MB/s"
     if work == ROOM:
         evidence += f"; {percent(loader.room)} of the time there is no room for more decoded frames"
-    fixes = [fix for fix in _fixes(f, wait, loader) if fix.speedup is None or fix.speedup > 1]
+    fixes = _fixes(f, wait, loader)
+    if python is not None:
+        evidence += f"; Python's interpreter limits them {percent(python)} of the time"
+        fixes = _python_fixes(f, wait, loader)
+    fixes = [fix for fix in fixes if fix.speedup is None or fix.speedup > 1]
     return [Finding(f"data-bound ({kind})", evidence, fixes, cost=wait, figures=figures)]
+
+
+def python_share(f: Figures, loader: LoaderTime) -> float | None:
+    """The share of the time in which the loader waits for Python, if that holds it back; else None."""
+    if f.last.get("loader.decode_in") == "processes":
+        share = f.of("loader.plan_cpu_s") / max(f.seconds * f.processes, 1e-9)
+        return min(share, 1.0) if share > PYTHON_BUSY else None
+    cores, decoding = cores_of(f), f.of("loader.decode_s")
+    if f.last.get("loader.decode_in") is None or loader.largest != DECODING or cores is None or not decoding:
+        return None
+    on_core = min(f.of("loader.decode_cpu_s") / decoding, 1.0)
+    return 1 - on_core if on_core < ON_A_CORE and cores.idle >= 1 and cores.waiting < 1 else None
+
+
+def _python_fixes(f: Figures, wait: float, loader: LoaderTime) -> list[Fix]:
+    fixes = _cached(f, 1 - wait, loader)
+    if f.last.get("loader.decode_in") == "threads":
+        fixes.append(
+            Fix("decodes in processes, which do not wait for each other", "--dataset.decode_in=processes")
+        )
+    elif not fixes:
+        fixes.append(Fix("use more ranks, each of which has an interpreter, or cache the frames", None))
+    return fixes
 
 
 def copy_bound(f: Figures) -> list[Finding]:
