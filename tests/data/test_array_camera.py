@@ -10,6 +10,7 @@ import pytest
 
 from flexor.data.check.check import check_dataset
 from flexor.data.dataset import Dataset, open_dataset
+from flexor.data.edit.edit import delete_episodes
 from flexor.data.repair.repair import repair_dataset
 from flexor.policies.act.config import ACTConfig
 from flexor.policies.features import Kind
@@ -67,6 +68,15 @@ def test_it_is_read_checked_and_repaired(tmp_path, layout, kind):
     repaired = open_dataset(root=tmp_path / "repaired")
     assert repaired.features[STILL].dtype == "image" and repaired.features[STILL].shape == (32, 48, 3)
     assert_same_images(repaired, original)
+
+
+def test_edits_write_it_as_images_too(tmp_path):
+    root = with_arrays(tmp_path / "data", "hwc", pa.uint8())
+    delete_episodes(root, tmp_path / "edited", "0")
+    edited, dataset = open_dataset(root=tmp_path / "edited"), open_dataset(root=root)
+    assert edited.features[STILL].dtype == "image" and check_dataset(tmp_path / "edited").findings == []
+    rows = np.arange(len(edited))
+    np.testing.assert_array_equal(edited.read(rows)[STILL], dataset.read(rows + LENGTHS[0])[STILL])
 
 
 def test_images_of_another_size_than_declared(tmp_path):

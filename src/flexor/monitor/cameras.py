@@ -16,14 +16,13 @@ from torch import Tensor
 from flexor.core.batch import Batch
 from flexor.core.findings import Finding, Fix
 from flexor.data.check.episode_names import EpisodeNames
-from flexor.data.check.images import MIN_BLANK
+from flexor.data.check.images import BLANK, MIN_BLANK
 from flexor.data.check.sampled_images import blank_by_statistics, faulty_images
 from flexor.data.dataset import Dataset
 from flexor.data.frames.clips import BlankClip
 from flexor.policies.processing.normalize import Normalize
 from flexor.runs.text import figure
 
-BLANK = 8 / 255  # an image is blank if no channel has a larger range; compression leaves a little
 PIXELS = 32  # rows and columns of an image that are checked, about
 # normalised mean and deviation of images; with ImageNet's statistics no mean reaches 3
 FAR, NARROW = 4.0, 0.05
@@ -65,7 +64,7 @@ class CameraHealth:
                 images = self._now(batch[name], camera)
                 ranges, means, stds = _figures(images)
                 for episode, frame, span in zip(episodes, frames, ranges):
-                    if span <= BLANK and not self._is_missing(camera, episode):
+                    if span <= BLANK / 255 and not self._is_missing(camera, episode):
                         blank_frames = self._blank_frames[camera][episode]
                         blank_frames.add(frame)
                         if len(blank_frames) >= min(MIN_BLANK, self._length(episode)):
@@ -94,7 +93,7 @@ class CameraHealth:
     def _compare(self, camera: str, means: list[float], stds: list[float]) -> None:
         """Note images that normalisation does not bring near 0 and 1. One batch is enough: it has many pixels."""
         stats = self._statistics(camera)
-        if stats is None or camera in self._far or len(stats[0]) != len(means) or min(stds) <= BLANK:
+        if stats is None or camera in self._far or len(stats[0]) != len(means) or min(stds) <= BLANK / 255:
             return
         mean, std = max(
             (((now - m) / s, spread / s) for now, spread, m, s in zip(means, stds, *stats)),

@@ -16,9 +16,10 @@ from pathlib import Path
 from flexor.core.console import Progress
 from flexor.core.errors import DatasetError
 from flexor.data.check.feature_names import check_feature_names
+from flexor.data.check.image_findings import check_recorded_images
 from flexor.data.check.layout import EpisodeEntry, Layout, read_layout
 from flexor.data.check.pointers import name_pointers
-from flexor.data.check.recorded_stats import check_image_levels, check_recorded_images, check_recorded_stats
+from flexor.data.check.recorded_stats import check_image_levels, check_recorded_stats
 from flexor.data.check.report import CheckReport
 from flexor.data.check.tables import check_tables
 from flexor.data.check.tasks import check_tasks

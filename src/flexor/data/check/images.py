@@ -17,10 +17,7 @@ from flexor.core.batch import ACTION, STATE
 BLANK = 8  # of 255: an image is blank if no channel has a larger range; compression leaves a little
 MIN_BLANK = 2  # blank images that make an episode one without a camera; a single one may be a start-up
 PIXELS = 96  # rows or columns of an image that are looked at, at least
-CHANGED, CHANGED_SHARE = (
-    12,
-    0.0015,
-)  # images differ if this share of pixels changes by more than so many levels
+CHANGED, CHANGED_SHARE = 12, 0.0015  # images differ if this share of pixels changes by more levels
 STILL_S, STILL_FRAMES = 2.0, 10  # a camera may pause for so long; an episode may be shorter
 FEWEST_FRAMES = 4
 MOVED, MOVED_SHARE = 0.1, 0.6  # the robot moves if this share of joints moves by so much of their range

@@ -8,11 +8,10 @@ import numpy as np
 
 from flexor.data.check.layout import Layout
 from flexor.data.check.report import CheckReport
-from flexor.data.check.sampled_images import recorded_blank
-from flexor.data.check.tables import LEAVE_OUT, OWN_COLUMNS, Tables
+from flexor.data.check.tables import OWN_COLUMNS, Tables
+from flexor.data.check.wrong_statistics import NARROW_RANGE
 from flexor.data.format.metadata import Feature
 from flexor.data.format.stats import NEEDED_STATS
-from flexor.data.storage.source import find_source
 
 COMPUTE = "compute them with `flexor data stats DIR --write`"
 FLAT = 1e-8  # a standard deviation below the epsilon that normalisation adds
@@ -56,7 +55,9 @@ def check_recorded_stats(layout: Layout, tables: Tables, report: CheckReport) ->
         if low is not None and high is not None:
             _check_range(name, values, low, high, report)
         if name in tables.parts and set(report.checked) == {episode.index for episode in layout.episodes}:
-            _check_spread(name, values, tables.rows(name), report)
+            rows = tables.rows(name)
+            if _has_spread_of(name, values, rows, report):
+                _check_limits(name, values, rows, report)
 
 
 def _is_usable(feature: Feature, values: dict[str, np.ndarray], report: CheckReport) -> bool:
@@ -94,7 +95,7 @@ def _is_possible(feature: Feature, values: dict[str, np.ndarray], report: CheckR
     return False
 
 
-def _check_spread(name: str, values: dict[str, np.ndarray], rows: np.ndarray, report: CheckReport) -> None:
+def _has_spread_of(name: str, values: dict[str, np.ndarray], rows: np.ndarray, report: CheckReport) -> bool:
     """Compare mean and standard deviation with those of the data."""
     finite = np.where(np.isfinite(rows), rows, np.nan).reshape(-1, values["mean"].size).astype(np.float64)
     with np.errstate(all="ignore"):  # of dimensions without a value, or near the limits of float64
@@ -104,7 +105,7 @@ def _check_spread(name: str, values: dict[str, np.ndarray], rows: np.ndarray, re
         wrong = (factor > OTHER_STD) | (factor < 1 / OTHER_STD) | (off > OTHER_MEAN)
     wrong &= std > 1e-6 * np.maximum(np.abs(mean), 1e-3)
     if not wrong.any():
-        return
+        return True
     i = int(np.argmax(np.where(wrong, np.maximum(np.abs(np.log(np.maximum(factor, 1e-12))), off), 0)))
     message = (
         f"{_dimensions(np.flatnonzero(wrong), wrong.size)} have other statistics than recorded: dimension {i} has a "
@@ -112,6 +113,24 @@ def _check_spread(name: str, values: dict[str, np.ndarray], rows: np.ndarray, re
         f"and {values['std'][i]:.4g}"
     )
     report.warning("stats-wrong", message, COMPUTE, feature=name)
+    return False
+
+
+def _check_limits(name: str, values: dict[str, np.ndarray], rows: np.ndarray, report: CheckReport) -> None:
+    """Check whether the data reaches the smallest and largest recorded value, at least about."""
+    finite = np.where(np.isfinite(rows), rows, np.nan).reshape(-1, values["min"].size).astype(np.float64)
+    low, high = np.fmin.reduce(finite), np.fmax.reduce(finite)
+    span = high - low
+    changes = span > 1e-6 * np.maximum(np.maximum(np.abs(low), np.abs(high)), 1e-3)
+    wrong = changes & (span < NARROW_RANGE * (values["max"] - values["min"]))
+    if wrong.any():
+        i = int(np.argmax(wrong))
+        message = (
+            f"{_dimensions(np.flatnonzero(wrong), wrong.size)} have a much smaller range than recorded: dimension {i} "
+            f"ranges from {low[i]:.4g} to {high[i]:.4g}, the statistics say {values['min'][i]:.4g} to "
+            f"{values['max'][i]:.4g}"
+        )
+        report.warning("stats-wrong", message, COMPUTE, feature=name)
 
 
 def _check_range(
@@ -132,19 +151,6 @@ def _check_range(
         report.warning("stats-stale", message, COMPUTE, feature=name)
 
 
-def check_recorded_images(layout: Layout, report: CheckReport) -> None:
-    """Report blank cameras by the statistics of episodes, where images were not looked at."""
-    looked = {(f.feature, f.episode) for f in report.findings if f.name == "blank-camera"}
-    source = find_source(None, layout.root, None)
-    for name, feature in layout.features.items():
-        if not feature.is_camera or feature.depth is not None:
-            continue
-        for episode in recorded_blank(source, name, report.checked):
-            if (name, episode) not in looked:
-                message = "it is blank (one colour) by the episode's statistics"
-                report.warning("blank-camera", message, LEAVE_OUT, episode=episode, frame=0, feature=name)
-
-
 def check_image_levels(layout: Layout, levels: dict[str, np.ndarray], report: CheckReport) -> None:
     """Compare recorded statistics of images with those of images that were decoded. `levels`: see `ImageWatch`."""
     if set(report.checked) != {episode.index for episode in layout.episodes}:
@@ -155,10 +161,8 @@ def check_image_levels(layout: Layout, levels: dict[str, np.ndarray], report: Ch
         if name in named or not count.any() or not {"mean", "std"} <= stats.keys():
             continue
         mean, recorded = total / count, np.ravel(stats["mean"]).astype(np.float64)
-        std, recorded_std = (
-            np.sqrt(np.maximum(squares / count - mean**2, 0)),
-            np.ravel(stats["std"]).astype(float),
-        )
+        std = np.sqrt(np.maximum(squares / count - mean**2, 0))
+        recorded_std = np.ravel(stats["std"]).astype(np.float64)
         if recorded.shape != (3,) or recorded_std.shape != (3,) or (std < IMAGE_MEAN / 10).any():
             continue
         factor = recorded_std / std

@@ -24,10 +24,8 @@ from flexor.data.mixture.mixed import MixedDataset, without_padding
 from flexor.data.storage.source import Source
 from flexor.data.video.decode import Sink
 
-EPISODES, EPISODES_IN_TABLES = (
-    32,
-    8,
-)  # of a camera that are looked at; a table is read to look at one of its images
+EPISODES = 32  # of a camera that are looked at
+EPISODES_IN_TABLES = 8  # the same, where a table is read to look at one of its images
 
 
 def faulty_images(dataset: Dataset, cameras: Sequence[str]) -> dict[str, dict[int, ImageFault]]:
@@ -45,17 +43,11 @@ def faulty_images(dataset: Dataset, cameras: Sequence[str]) -> dict[str, dict[in
         for position in _some_episodes(dataset, camera):
             episode = int(dataset.episodes.index[position])
             frames, watch = _look(dataset, camera, episode)
-            length = int(dataset.episodes.length[position])
-            named = (
-                frames,
-                np.array(watch.blank),
-                np.array(watch.since),
-                length,
-                dataset.fps,
-                motion.get(episode),
-            )
-            for fault in image_faults(*named) if frames else ():
-                faults.setdefault(camera, {})[episode] = fault
+            if frames:
+                blank, since = np.array(watch.blank), np.array(watch.since)
+                length = int(dataset.episodes.length[position])
+                for fault in image_faults(frames, blank, since, length, dataset.fps, motion.get(episode)):
+                    faults.setdefault(camera, {})[episode] = fault
     return faults
 
 

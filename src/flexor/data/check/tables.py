@@ -13,7 +13,8 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from flexor.data.check.images import SAMPLES, ImageWatch, Motion, image_faults, motions, spread
+from flexor.data.check.image_findings import add_image_faults
+from flexor.data.check.images import SAMPLES, ImageWatch, Motion, motions, spread
 from flexor.data.check.layout import FETCH_AGAIN, EpisodeEntry, Layout
 from flexor.data.check.report import CheckReport
 from flexor.data.format.metadata import Feature
@@ -28,7 +29,6 @@ OWN_COLUMNS = ("timestamp", "frame_index", "episode_index", "index", "task_index
 
 NOT_NEEDED = "none needed to train with Flexor"
 REPAIR_CLOCK = f"{NOT_NEEDED} if no frame was dropped; `flexor data repair` corrects the timestamps"
-LEAVE_OUT = "look at it with `flexor data show DIR`; leave the episode out with --dataset.exclude_episodes"
 RECORD_AGAIN = "exclude the episode, or repair the column from the original recording"
 
 
@@ -95,7 +95,8 @@ def check_tables(layout: Layout, selected: list[EpisodeEntry], report: CheckRepo
             continue
         _File(layout, file, table, report, tables).check(episodes)
     for episode, place, watch in tables.watches:
-        add_image_faults(watch, episode, layout.fps, tables, report, place)
+        motion = tables.motions.get(episode.index)
+        add_image_faults(watch, episode, layout.fps, motion, report, place)
     return tables
 
 
@@ -330,23 +331,6 @@ class _File:
         if feature.depth is None:
             watch.add(number, frame)
         return None
-
-
-def add_image_faults(
-    watch: ImageWatch,
-    episode: EpisodeEntry,
-    fps: float,
-    tables: Tables,
-    report: CheckReport,
-    place: dict[str, Any],
-) -> None:
-    """Report what is wrong with the images of an episode. The watch has its frames by their numbers."""
-    if not watch.keys:
-        return
-    motion = tables.motions.get(episode.index)
-    blank, since = np.array(watch.blank), np.array(watch.since)
-    for fault in image_faults(watch.keys, blank, since, episode.length, fps, motion):
-        report.warning(fault.name.replace(" ", "-"), fault.evidence, LEAVE_OUT, frame=fault.first, **place)
 
 
 def numbers(column: pa.ChunkedArray, feature: Feature) -> np.ndarray | str:

@@ -15,12 +15,13 @@ import numpy as np
 
 from flexor.core.console import Progress
 from flexor.core.errors import DatasetError
+from flexor.data.check.image_findings import add_image_faults
 from flexor.data.check.images import ImageWatch, cheap_samples, spread
 from flexor.data.check.layout import FETCH_AGAIN, EpisodeEntry, Layout
 from flexor.data.check.report import CheckReport
 from flexor.data.check.sampled_images import EPISODES, look_at
 from flexor.data.check.scan import VideoScan, scan_video
-from flexor.data.check.tables import NOT_NEEDED, REPAIR_CLOCK, Tables, add_image_faults
+from flexor.data.check.tables import NOT_NEEDED, REPAIR_CLOCK, Tables
 from flexor.data.format.metadata import Feature
 from flexor.data.video.decode import decode_frames, index_video
 from flexor.data.video.frame_match import NoMatch, match_frames, own_frames
@@ -200,7 +201,8 @@ class _VideoFile:
             watch.keys, watch.blank, watch.since = decoded.tolist(), scan.blank[packets], scan.since[packets]
         elif episode.index in self.sampled:
             watch = self._sample(first, end, scan)
-        add_image_faults(watch, episode, self.layout.fps, tables, self.report, self._place(episode))
+        motion = tables.motions.get(episode.index)
+        add_image_faults(watch, episode, self.layout.fps, motion, self.report, self._place(episode))
 
     def _sample(self, first: int, end: int, scan: VideoScan) -> ImageWatch:
         try:

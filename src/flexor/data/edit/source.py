@@ -15,13 +15,12 @@ import pyarrow.parquet as pq
 from flexor.core.errors import ConfigError, DatasetError
 from flexor.data.check.layout import Layout, read_layout
 from flexor.data.check.report import CheckReport, counted, ranges
-from flexor.data.check.tables import numbers
 from flexor.data.dataset import Dataset, open_dataset
 from flexor.data.format.episode_list import parse_episodes
 from flexor.data.format.metadata import read_episode_stats
-from flexor.data.format.schema import LANGUAGE
 from flexor.data.format.stats import NEEDED_STATS, QUANTILES, Stats
 from flexor.data.repair.account import EpisodePlan
+from flexor.data.repair.columns import episode_columns
 from flexor.data.repair.plan import RepairPlan, make_plan
 from flexor.data.repair.videos import read_index
 from flexor.data.storage.source import find_source
@@ -95,27 +94,15 @@ class EditSource:
         assert self.plan is not None
         selected = tuple(names)
         rows = self._table(plan.episode.data_file, selected).take(plan.rows)
-        columns: dict[str, Any] = {}
-        for name in selected:
-            feature = self.plan.columns.feature(name)
-            if feature.is_numeric:
-                values = numbers(rows[name], feature)
-                if isinstance(values, str):
-                    raise DatasetError(f"{self.root}: {plan.episode.data_file}: {name}: {values}. {REPAIR}.")
-                shape = () if feature.shape == (1,) else feature.shape
-                columns[name] = values.reshape(len(values), *shape)
-            elif feature.dtype == LANGUAGE:
-                columns[name] = rows[name]
-            else:
-                cells = [
-                    cell.get("bytes") if isinstance(cell, dict) else cell for cell in rows[name].to_pylist()
-                ]
-                if feature.is_image and None in cells:
-                    raise DatasetError(
-                        f"{self.root}: {plan.episode.data_file}: {name}: the image of row {cells.index(None)} is not "
-                        f"in the table. {REPAIR}."
-                    )
-                columns[name] = cells
+        place = f"{self.root}: {plan.episode.data_file}"
+        try:
+            columns = episode_columns(self.layout, self.plan.columns, rows)
+        except ValueError as error:
+            raise DatasetError(f"{place}: {error}. {REPAIR}.") from error
+        for name, cells in columns.items():
+            if self.plan.columns.feature(name).is_image and None in cells:
+                missing = f"the image of row {cells.index(None)} is not in the table"
+                raise DatasetError(f"{place}: {name}: {missing}. {REPAIR}.")
         return columns
 
     def _table(self, file: str, names: tuple[str, ...]) -> pa.Table:

@@ -32,14 +32,13 @@ from flexor.data.check.check import check_dataset, check_episodes, check_stray_f
 from flexor.data.check.layout import EpisodeEntry, Layout, read_layout
 from flexor.data.check.pointers import name_pointers
 from flexor.data.check.report import CheckReport, group_findings, ranges
-from flexor.data.check.tables import numbers
 from flexor.data.format.common_names import checked_names, rename_flag, suggested_names
 from flexor.data.format.dataset_files import DatasetFiles, FileClip, PacketClip, check_new_folder
 from flexor.data.format.metadata import Feature
-from flexor.data.format.schema import LANGUAGE
 from flexor.data.format.stats import Stats, image_stats, pixel_counts, sample_indices
-from flexor.data.frames.clips import decode_image, image_bytes, image_frame
+from flexor.data.frames.clips import decode_image
 from flexor.data.repair.account import EpisodePlan, RepairClip, RepairReport
+from flexor.data.repair.columns import episode_columns
 from flexor.data.repair.plan import RepairPlan, make_plan
 from flexor.data.repair.rebuild import rebuild_metadata
 from flexor.data.repair.remux import DecodedEpisode, copy_clip, decode_episode
@@ -48,7 +47,6 @@ from flexor.data.storage.other_layouts import how_to_pull
 from flexor.data.video.decode import VideoIndex
 from flexor.data.video.depth_planes import decode_depth_image
 from flexor.data.video.open_file import open_video
-from flexor.pages.images import png
 
 __all__ = ["RepairReport", "repair_dataset"]
 
@@ -323,34 +321,7 @@ class _Repair:
                 self._table = file, pq.read_table(self.layout.path(file), columns=stored)
             except (pa.ArrowException, OSError) as error:
                 return f"its data file {file} is damaged ({str(error).splitlines()[0][:100]})"
-        rows = self._table[1].take(plan.rows)
-        columns: dict[str, Any] = {}
-        for name in stored:
-            feature = self.plan.columns.feature(name)
-            if feature.is_numeric:
-                values = numbers(rows[name], feature)
-                assert isinstance(values, np.ndarray), values
-                shape = () if feature.shape == (1,) else feature.shape
-                columns[name] = values.reshape(len(values), *shape)
-            elif feature.dtype == LANGUAGE:
-                columns[name] = rows[name]
-            elif feature.is_image:
-                columns[name] = self._images(name, rows[name])
-            else:
-                cells = rows[name].to_pylist()
-                columns[name] = [cell.get("bytes") if isinstance(cell, dict) else cell for cell in cells]
-        return columns
-
-    def _images(self, name: str, column: pa.ChunkedArray) -> list[bytes | None]:
-        """Encoded images; None for what is none."""
-        declared, images = self.layout.features[name], image_bytes(column).to_pylist()
-        if not declared.is_array:
-            return images
-        with suppress(ValueError):  # another size than declared
-            return [
-                image and png(image_frame(image, declared).to_ndarray(format="rgb24")) for image in images
-            ]
-        return [None] * len(images)
+        return episode_columns(self.layout, self.plan.columns, self._table[1].take(plan.rows))
 
     def _image_column_stats(self, feature: Feature, images: list[bytes | None]) -> Stats | str:
         """Statistics of the images in the table, or the fault of one of them."""
