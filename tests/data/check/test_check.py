@@ -371,6 +371,16 @@ def test_declared_but_absent(copy):
     assert kinds_of(check_dataset(root, deep=False)) == {("warning", "column-absent", None, "force")}
 
 
+def test_a_dataset_without_actions_can_not_be_trained_on(copy):
+    root = copy("one")
+    edit_json(root / "meta/info.json", lambda info: info["features"].pop("action"))
+    table = pq.read_table(root / DATA)
+    pq.write_table(table.drop_columns(["action"]), root / DATA)
+    (finding,) = check_dataset(root, deep=False).errors
+    assert finding.name == "feature-names" and "no feature is called action" in finding.evidence
+    assert "observation.state" in finding.evidence and "timestamp" not in finding.evidence
+
+
 def test_a_column_that_only_some_files_have(copy):
     root = copy("many")
     path = root / "data/chunk-000/file-001.parquet"
