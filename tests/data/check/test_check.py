@@ -17,6 +17,7 @@ from flexor.data.check.check import check_dataset
 from flexor.data.check.report import CheckReport, ranges
 from flexor.data.check.scan import scan_video
 from flexor.data.dataset import open_dataset
+from flexor.data.repair.repair import repair_advice
 from support.damage import (
     DATA,
     EPISODES,
@@ -379,6 +380,7 @@ def test_a_dataset_without_actions_can_not_be_trained_on(copy):
     (finding,) = check_dataset(root, deep=False).errors
     assert finding.name == "feature-names" and "no feature is called action" in finding.evidence
     assert "observation.state" in finding.evidence and "timestamp" not in finding.evidence
+    assert repair_advice(check_dataset(root, deep=False)) == ""
 
 
 def test_a_column_that_only_some_files_have(copy):

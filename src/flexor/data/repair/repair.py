@@ -144,9 +144,11 @@ def repair_advice(report: CheckReport) -> str:
         return ""
     undecodable = {f.episode for f in report.errors if f.name in ("video-undecodable", "image-undecodable")}
     good = [episode for episode in plan.included if episode.episode.index not in undecodable]
-    if not good:
+    names = suggested_names(layout.features)
+    repairable = [f for f in report.errors if names or f.name != "feature-names"]
+    if not good or not repairable:
         return ""
-    flag = f" {rename_flag(names)}" if (names := suggested_names(layout.features)) else ""
+    flag = f" {rename_flag(names)}" if names else ""
     command = f"flexor data repair {shlex.quote(str(report.root))} NEW_FOLDER{flag}"
     return f"`{command}` repairs what it can, and keeps {len(good)} of {len(plan.episodes)} episodes"
 
