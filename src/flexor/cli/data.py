@@ -313,7 +313,8 @@ def _stats(parsed: argparse.Namespace) -> int:
         raise DatasetError(str(error).replace("--dataset.", "--")) from error
     if parsed.write:
         check_output_file(dataset.root / "meta" / "stats.json", "--write")
-    stats = in_stored_unit(dataset, compute_stats(dataset, progress=progress("statistics")))
+    computed = compute_stats(dataset, None, progress("statistics"), parsed.on_bad_episode)
+    stats = in_stored_unit(dataset, computed)
     if parsed.write:
         backup = write_stats(dataset.root, stats)
         log.info("wrote %s", dataset.root / "meta/stats.json")

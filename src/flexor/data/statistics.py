@@ -9,7 +9,8 @@ import numpy as np
 
 from flexor.core.batch import ACTION, STATE
 from flexor.core.console import Progress
-from flexor.core.errors import DatasetError
+from flexor.core.errors import DatasetError, SourceError
+from flexor.core.log import log
 from flexor.data.dataset import Dataset
 from flexor.data.format.metadata import read_episode_stats
 from flexor.data.format.stats import (
@@ -30,9 +31,15 @@ CHUNKS_AT_ONCE = 50_000  # as in LeRobot: a histogram is widened between two par
 
 
 def compute_stats(
-    dataset: Dataset, features: Sequence[str] | None = None, progress: Progress | None = None
+    dataset: Dataset,
+    features: Sequence[str] | None = None,
+    progress: Progress | None = None,
+    on_bad_episode: str = "raise",
 ) -> dict[str, Stats]:
-    """Statistics of the dataset's episodes; with `features`, only these are read and decoded."""
+    """Statistics of the dataset's episodes; with `features`, only these are read and decoded.
+
+    An episode with an image that can't be decoded is an error. With `on_bad_episode="skip"` it is named and left out.
+    """
     available = [*dataset.columns, *dataset.cameras]
     selected = available if features is None else list(features)
     unknown = [name for name in selected if name not in available]
@@ -40,12 +47,19 @@ def compute_stats(
         raise DatasetError(
             f"can't compute statistics of {', '.join(unknown)}: the dataset's features are {', '.join(available)}."
         )
-    episodes = zip(dataset.episodes.start.tolist(), dataset.episodes.length.tolist())
     per_episode = []
-    for start, length in episodes:
-        per_episode.append(_episode_stats(dataset, selected, start, length))
+    spans = zip(dataset.episodes.start.tolist(), dataset.episodes.length.tolist())
+    for done, (start, length) in enumerate(spans, 1):
+        try:
+            per_episode.append(_episode_stats(dataset, selected, start, length))
+        except SourceError:
+            raise
+        except DatasetError as error:
+            if on_bad_episode == "raise" or (done == len(dataset.episodes) and not per_episode):
+                raise
+            log.warning("skipped: %s", error)
         if progress is not None:
-            progress(len(per_episode), len(dataset.episodes))
+            progress(done, len(dataset.episodes))
     return aggregate_stats(per_episode)
 
 

@@ -15,7 +15,7 @@ from flexor.data.dataset import open_dataset
 from flexor.data.format.file_names import match_misplaced
 from flexor.data.repair.repair import repair_dataset
 from flexor.data.video.frame_match import NoMatch, match_frames
-from support.damage import EPISODES, edit_json, edit_table, truncate
+from support.damage import EPISODES, edit_json, edit_table, overwrite_packets, truncate
 from support.legacy import to_v2
 from support.small_datasets import LENGTHS, SIDE, TASKS, TOP, write
 
@@ -312,6 +312,17 @@ def test_statistics_of_the_readable_episodes(original, tmp_path, capsys):
     assert skipped["action"]["count"] == [sum(LENGTHS) - LENGTHS[1]]
     assert cli.main([*command, "--exclude_episodes=1"]) == 0
     assert json.loads(capsys.readouterr().out) == skipped
+
+
+def test_statistics_without_an_episode_whose_images_are_damaged(original, tmp_path, capsys):
+    root = to_v2(original, tmp_path / "old")
+    overwrite_packets(root / f"videos/chunk-000/{TOP}/episode_000001.mp4", range(4))
+    command = ["data", "stats", str(root), "--json"]
+    assert cli.main(command) == 1 and "episode 1, camera" in capsys.readouterr().err
+    assert cli.main([*command, "--on_bad_episode=skip"]) == 0
+    printed = capsys.readouterr()
+    assert "skipped: episode 1, camera" in printed.err
+    assert json.loads(printed.out)["action"]["count"] == [sum(LENGTHS) - LENGTHS[1]]
 
 
 def test_counts_that_are_equal_are_not_contrasted():
