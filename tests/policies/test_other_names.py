@@ -13,7 +13,7 @@ from flexor.data.check.check import check_dataset
 from flexor.data.dataset import open_dataset
 from flexor.data.format.common_names import suggested_names
 from flexor.data.format.metadata import Feature
-from flexor.data.repair.repair import repair_dataset
+from flexor.data.repair.repair import repair_advice, repair_dataset
 from flexor.policies.act.config import ACTConfig
 from flexor.policies.fit import fit_to_dataset
 from flexor.train.datasets import build_datasets
@@ -39,7 +39,10 @@ def as_flag(names: dict) -> str:
 
 
 def test_the_check_suggests_the_mapping(foreign, dataset):
-    (finding,) = [f for f in check_dataset(foreign, deep=False).findings if f.name == "feature-names"]
+    check = check_dataset(foreign, deep=False)
+    (finding,) = [f for f in check.findings if f.name == "feature-names"]
+    recommended = re.search("NEW_FOLDER --rename_map='(.*?)'` repairs", repair_advice(check))
+    assert recommended and json.loads(recommended[1]) == SUGGESTED
     assert finding.severity == "error"
     suggestion = json.loads(re.search("--rename_map='(.*?)'", finding.fix)[1])
     assert suggestion == SUGGESTED
