@@ -14,6 +14,7 @@ from flexor.evaluate.open_loop.predict import Predict
 from flexor.evaluate.open_loop.samples import Observation, Samples
 
 TRIED = 64  # samples that each hypothesis is tried on
+FEWEST = 12  # samples: of fewer, nothing is concluded
 FALLS = 0.2  # the least share by which the error must fall
 JOINT_FALLS = 0.35  # the same of the joints concerned, where a hypothesis concerns some
 MOST = 3  # faults at once
@@ -50,7 +51,7 @@ class Search:
     def run(self, hypotheses: Sequence[Hypothesis], progress: Progress | None = None) -> list[Explanation]:
         """The explanations, the one that lowers the error most first."""
         explanations: list[Explanation] = []
-        remaining = list(hypotheses)
+        remaining = list(hypotheses) if len(self.places) >= FEWEST else []
         while remaining and len(explanations) < MOST:
             base = self._predict([entry.hypothesis for entry in explanations])
             tried: list[Explanation] = []
@@ -74,12 +75,10 @@ class Search:
             [target.sample_scores(part[:, steps], some) for part in (base, after)] for some in ((), joints)
         )
         total = compare(all_joints[0], all_joints[1], episode)
-        least = min(
-            (np.nanmean(target.sample_scores(part[places][:, steps], joints)) for part in self.baselines),
-            default=np.inf,
-        )
         change = compare(of_joints[0], of_joints[1], episode)
-        return Explanation(hypothesis, change, total, bool(np.nanmean(of_joints[1]) < least))
+        rivals = [target.sample_scores(part[places][:, steps], joints) for part in self.baselines]
+        beats = all(compare(rival, of_joints[1], episode).falls for rival in rivals)
+        return Explanation(hypothesis, change, total, beats)
 
     def _predict(self, hypotheses: Sequence[Hypothesis]) -> np.ndarray:
         """Predictions as the data would have recorded them, if all the hypotheses are true."""

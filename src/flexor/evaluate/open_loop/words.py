@@ -12,6 +12,7 @@ from flexor.evaluate.open_loop.errors import Target
 from flexor.evaluate.open_loop.predict import Predict
 from flexor.evaluate.open_loop.samples import Samples
 
+FEWEST = 12  # samples: of fewer, nothing is concluded
 MOST_TASKS = 8  # the most frequent ones
 FALLS = 0.3  # an episode fits the words of another task if its error falls by this share with them
 EPISODES = 0.2  # words are shuffled if they do not fit so large a share of the episodes
@@ -71,7 +72,7 @@ def fit_words(
     if tasks and not {*samples.task} <= {*tasks}:
         return None  # of words that the policy does not know, none fit
     tasks = [task for task, _ in Counter(samples.task).most_common(MOST_TASKS)]
-    if len(tasks) < 2:
+    if len(tasks) < 2 or len(samples) < FEWEST:
         return None
     episodes, first = np.unique(samples.episode, return_index=True)
 
