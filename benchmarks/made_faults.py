@@ -1,11 +1,13 @@
 """Ten made faults, and whether Flexor names each: `flexor eval --open_loop` and `flexor data check --policy.path`.
 
-    python benchmarks/made_faults.py [--work FOLDER] [--steps 800] [--json FILE]
+    python benchmarks/made_faults.py [--work FOLDER] [--json FILE]
 
-Records the built-in task with two cameras and two tasks, trains a small SmolVLA from scratch on it (two minutes on two
-CPU cores), and records other episodes: healthy ones, and the same with one fault each. Both commands are run on each. A
-fault counts as named if its verdict is the first one of either command and no other fault is named before it; on the
-healthy episodes, neither may have a verdict. With --work, the data and the policy are kept and used again.
+Records the built-in task with two cameras, and trains two small policies from scratch, each in a few minutes on two CPU
+cores: a Diffusion Policy on one task, and a SmolVLA on two tasks that differ in their words. Then it records other
+episodes: healthy ones, and the same with one fault each. Both commands are run on each. A fault is named rightly if the
+first verdict of each command that has one is that fault; the healthy episodes must get no verdict of either. A third
+policy is trained on words that say nothing, and must be said to ignore them. With --work, data and policies are kept,
+and used again.
 """
 
 import argparse
@@ -25,6 +27,7 @@ import numpy as np
 
 from flexor.cli.main import main as flexor
 from flexor.data.format.writer import DatasetWriter
+from flexor.policies.nn import resnet
 from flexor.sim.drawing import Painter
 from flexor.sim.expert import Disturbance, expert_action
 from flexor.sim.task import BLOCK_HALF, FPS, GOAL_RADIUS, PlaceEnv, State, advance
@@ -35,6 +38,8 @@ PUT, HOME = "Put the red block on the disc.", "Go home and close the gripper."
 HOME_PLACE, NEAR, REST, LONGEST = (-0.7, 0.6), 0.03, 8, 88
 JOINTS = ["x", "y", "opening"]
 TEST_SEED = 100_000
+SMALL_RESNET = "resnet_small"  # ResNet-18 with a block less in each stage, and a quarter of its channels
+resnet.ARCHITECTURES[SMALL_RESNET] = resnet.Architecture((1, 1, 1, 1), bottleneck=False, width=16)
 ROWS = (0.55, -0.55)  # of the block and the disc in a picture
 
 Frame = dict[str, np.ndarray]
@@ -91,9 +96,9 @@ def demonstrate(env: PlaceEnv, cameras: Cameras, seed: int, task: str) -> Episod
     return Episode(task, frames)
 
 
-def demonstrations(count: int, seed: int) -> list[Episode]:
+def demonstrations(count: int, seed: int, tasks: Sequence[str]) -> list[Episode]:
     env, cameras = PlaceEnv(32), Cameras()
-    return [demonstrate(env, cameras, seed + number, (PUT, HOME)[number % 2]) for number in range(count)]
+    return [demonstrate(env, cameras, seed + number, tasks[number % len(tasks)]) for number in range(count)]
 
 
 def write(root: Path, episodes: Sequence[Episode], fps: int = FPS) -> Path:
@@ -176,9 +181,9 @@ class Fault:
     fps: int = FPS
 
 
-FAULTS = {
+ONE_TASK = {
+    "healthy": Fault(list, ()),
     "cameras swapped": Fault(swap_cameras, ("cameras-swapped",)),
-    "words shuffled": Fault(shuffle_words, ("words-shuffled",)),
     "sign of a joint flipped": Fault(flip_sign, ("sign-flipped",)),
     "degrees for radians": Fault(degrees, ("other-units",)),
     "order of joints permuted": Fault(permute_joints, ("joints-permuted",)),
@@ -186,8 +191,59 @@ FAULTS = {
     "relative for absolute actions": Fault(make_relative, ("action-kind",)),
     "camera blank": Fault(blank_camera, ("blank-camera",)),
     "state constant": Fault(still_state, ("state-constant", "state-never-changes")),
+}
+TWO_TASKS = {
+    "healthy, two tasks": Fault(list, ()),
+    "words shuffled": Fault(shuffle_words, ("words-shuffled",)),
     "task unseen": Fault(unseen_task, ("task-unseen",)),
 }
+WITHOUT_WORDS = {"trained on shuffled words": Fault(list, ("words-ignored",))}
+
+
+@dataclass(frozen=True)
+class Study:
+    """A policy, and the faults that it is tested with."""
+
+    name: str
+    tasks: tuple[str, ...]
+    faults: dict[str, Fault]
+    flags: dict[str, Any]
+    spoil: Callable[[Sequence[Episode]], list[Episode]] = list
+    """What is done to the episodes that it is trained on."""
+
+
+SHARED = {"env.type": "null", "policy.device": "cpu", "scheduler.num_warmup_steps": 30, "log_freq": 100}
+DIFFUSION = {
+    **SHARED,
+    "config": "diffusion_place",
+    "steps": 1000,
+    "batch_size": 32,
+    "policy.horizon": 16,
+    "policy.vision_backbone": SMALL_RESNET,
+    "optimizer.lr": 1e-3,
+}
+SMOLVLA = {
+    **SHARED,
+    "config": "smolvla_place",
+    "dataset.repo_id": "null",
+    "steps": 900,
+    "batch_size": 16,
+    "policy.chunk_size": 16,
+    "optimizer.lr": 1e-3,
+    "scheduler.peak_lr": 1e-3,
+    "scheduler.num_decay_steps": 900,
+}
+STUDIES = (
+    Study("one_task", (PUT,), ONE_TASK, DIFFUSION),
+    Study("two_tasks", (PUT, HOME), TWO_TASKS, SMOLVLA),
+    Study(
+        "without_words",
+        (PUT, HOME),
+        WITHOUT_WORDS,
+        SMOLVLA | {"steps": 400, "scheduler.num_decay_steps": 400},
+        shuffle_words,
+    ),
+)
 
 
 # --- the two commands on each
@@ -201,25 +257,18 @@ def run_json(*words: str) -> dict[str, Any]:
     return result
 
 
-def train(data: Path, run: Path, steps: int) -> None:
-    flags = {
-        "config": "smolvla_place",
-        "dataset.repo_id": "null",
-        "dataset.root": data,
-        "output_dir": run,
-        "steps": steps,
-        "batch_size": 16,
-        "save_freq": steps,
-        "env.type": "null",
-        "policy.chunk_size": 16,
-        "policy.device": "cpu",
-        "optimizer.lr": 1e-3,
-        "scheduler.peak_lr": 1e-3,
-        "scheduler.num_warmup_steps": 30,
-        "scheduler.num_decay_steps": steps,
-    }
+def train(study: Study, work: Path, episodes: int) -> float | None:
+    """Seconds that it took; None if it was trained before."""
+    run, data = work / study.name / "run", work / study.name / "train"
+    if run.exists():
+        return None
+    shutil.rmtree(data, ignore_errors=True)
+    write(data, study.spoil(demonstrations(episodes, 0, study.tasks)))
+    flags = {**study.flags, "save_freq": study.flags["steps"], "dataset.root": data, "output_dir": run}
+    started = time.perf_counter()
     with contextlib.redirect_stdout(sys.stderr):
         flexor(["train", *(f"--{name}={value}" for name, value in flags.items())])
+    return round(time.perf_counter() - started, 1)
 
 
 def ask(run: Path, data: Path, page: Path) -> dict[str, Any]:
@@ -237,16 +286,17 @@ def ask(run: Path, data: Path, page: Path) -> dict[str, Any]:
     }
 
 
-def judge(run: Path, episodes: Sequence[Episode], work: Path) -> dict[str, Any]:
-    data = work / "tested"
-    results: dict[str, Any] = {}
-    for name, fault in {"healthy": Fault(list, ()), **FAULTS}.items():
+def judge(study: Study, work: Path, tested: int) -> dict[str, Any]:
+    folder = work / study.name
+    episodes = demonstrations(tested, TEST_SEED, study.tasks)
+    data, results = folder / "tested", {}
+    for name, fault in study.faults.items():
         shutil.rmtree(data, ignore_errors=True)
         write(data, fault.make(episodes), fault.fps)
-        result = ask(run, data, work / f"{name.replace(' ', '_')}.html")
+        result = ask(folder / "run", data, folder / f"{name.replace(' ', '_')}.html")
         verdicts = [*result["open_loop"][:1], *result["data_check"][:1]]
         right = [verdict in fault.verdicts for verdict in verdicts]
-        result["right"] = all(right) and bool(right) if fault.verdicts else not verdicts
+        result["right"] = bool(right) and all(right) if fault.verdicts else not verdicts
         results[name] = result
         print(f"{'right' if result['right'] else 'WRONG'}  {name}: {result}", file=sys.stderr, flush=True)
     return results
@@ -257,35 +307,39 @@ def main() -> int:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument(
-        "--work", type=Path, help="folder for data, policy and pages; default: a temporary one"
+        "--work", type=Path, help="folder for data, policies and pages; default: a temporary one"
     )
-    parser.add_argument("--episodes", type=int, default=240, help="demonstrations to train on")
-    parser.add_argument("--tested", type=int, default=30, help="other episodes, in which the faults are made")
-    parser.add_argument("--steps", type=int, default=900)
+    parser.add_argument(
+        "--episodes", type=int, default=200, help="demonstrations that each policy is trained on"
+    )
+    parser.add_argument("--tested", type=int, default=24, help="other episodes, in which the faults are made")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the results there")
     args = parser.parse_args()
+    results: dict[str, Any] = {}
+    seconds: dict[str, float | None] = {}
     with contextlib.ExitStack() as stack:
         work = args.work or Path(stack.enter_context(tempfile.TemporaryDirectory()))
-        run, seconds = work / "run", None
-        if not run.exists():
-            write(work / "train", demonstrations(args.episodes, 0))
-            started = time.perf_counter()
-            train(work / "train", run, args.steps)
-            seconds = round(time.perf_counter() - started, 1)
-        results = judge(run, demonstrations(args.tested, TEST_SEED), work)
-    right = sum(result["right"] for name, result in results.items() if name != "healthy")
+        for study in STUDIES:
+            seconds[study.name] = train(study, work, args.episodes)
+            results |= judge(study, work, args.tested)
+    healthy = [name for name in results if name.startswith("healthy")]
+    faults = [name for name in results if name not in healthy]
+    right, quiet = (
+        sum(results[name]["right"] for name in faults),
+        all(results[name]["right"] for name in healthy),
+    )
     summary = {
         "right_verdicts": right,
-        "faults": len(FAULTS),
-        "healthy_is_quiet": results["healthy"]["right"],
+        "faults": len(faults),
+        "healthy_is_quiet": quiet,
         "training_seconds": seconds,
         "results": results,
     }
     if args.json:
         args.json.write_text(json.dumps(summary, indent=1) + "\n")
-    quiet = "no verdict" if summary["healthy_is_quiet"] else "A VERDICT"
-    print(f"{right} of {len(FAULTS)} faults are named rightly; {quiet} on the healthy episodes")
-    return 0 if right == len(FAULTS) and summary["healthy_is_quiet"] else 1
+    silence = "no verdict" if quiet else "A VERDICT"
+    print(f"{right} of {len(faults)} faults are named rightly; {silence} on the healthy episodes")
+    return 0 if right == len(faults) and quiet else 1
 
 
 if __name__ == "__main__":

@@ -12,6 +12,7 @@ from flexor.data.dataset import open_dataset
 from flexor.evaluate.open_loop.open_loop import run_open_loop
 from flexor.policies.pretrained import load_pretrained
 from support import runs
+from support.browser import Browser, find_browser
 from support.small_policies import small_flags
 
 
@@ -50,6 +51,36 @@ def test_held_out_episodes_are_taken_and_the_page_has_the_same_figures(act, caps
     recorded = open_dataset(root=result["dataset"]).select([3]).columns["action"]
     np.testing.assert_allclose(np.array(episode["recorded"]).T, recorded, rtol=1e-4, atol=1e-5)
     assert episode["image"] and len(episode["chunks"]) == result["samples"]
+
+
+def test_the_page_opens_in_a_browser_without_errors_or_requests(act, capsys, tmp_path):
+    program = find_browser()
+    if program is None:
+        pytest.skip("no Chromium on this machine: install the package chromium, or set FLEXOR_TEST_BROWSER")
+    page = tmp_path / "page.html"
+    result = evaluate(capsys, str(act), "--samples=12", f"--output={page}")
+    with Browser(program) as browser:
+        browser.open(page)
+        browser.run("document.querySelector('article').scrollIntoView()")
+        browser.wait("document.querySelectorAll('article .joint path').length > 0")
+        rows = browser.run("[...document.querySelectorAll('[data-row]')].map(row => row.dataset.row)")
+        assert rows == ["policy", *result["baselines"]]
+        kinds = browser.run("[...document.querySelectorAll('.verdict code')].map(code => code.textContent)")
+        assert kinds == [verdict["kind"] for verdict in result["verdicts"]]
+        assert browser.run("document.querySelectorAll('.lines').length") == 3  # joints
+        assert not browser.errors and browser.requests == [page.as_uri()]
+
+
+def test_the_terminal_says_the_same(act, capsys, tmp_path):
+    words = ["eval", str(act), "--open_loop", "--samples=12", f"--output={tmp_path / 'page.html'}"]
+    assert main(words) == 0
+    text = capsys.readouterr().out
+    result = evaluate(capsys, *words[1:2], *words[3:])
+    assert "The policy does not beat all baselines." in text
+    assert all(
+        name in text for name in ("hold still", "repeat the last action", "mean of the task", "opening")
+    )
+    assert all(verdict["message"] in text for verdict in result["verdicts"])
 
 
 def test_a_policy_that_has_learned_nothing_is_worse_than_a_baseline(act, capsys, tmp_path):

@@ -97,6 +97,7 @@ def _joints(
 ) -> tuple[list[Finding], list[float]]:
     findings: list[Finding] = []
     sizes: list[float] = []
+    episodes = min(len(dataset.episodes), sum(trained.tasks.values()) or len(dataset.episodes))
     for name in _compared(trained):
         values, before = here.values.get(name), trained.values.get(name)
         if values is None or before is None:
@@ -108,7 +109,7 @@ def _joints(
         if name == STATE:
             findings += _still(ranges)
         if name == STATE or _same_kind(here, trained):
-            findings += joint_findings(name, ranges)
+            findings += joint_findings(name, ranges, episodes)
             sizes = sizes or np.nan_to_num(ranges.sizes(), nan=1.0).tolist()
     unique: dict[tuple[str, str], Finding] = {}
     for finding in findings:  # of state and action alike

@@ -23,6 +23,7 @@ UNITS = {
 SIZE = 1.8  # factor by which sizes may differ although units are the same
 FAR = 0.7  # distance of two ranges, in the range of training, from which they differ
 CLOSE = 0.25  # up to which they agree
+ENOUGH_EPISODES = 6
 MARGIN = 0.25  # of the range of training, by which values may lie outside
 OUTSIDE = 0.3  # of the frames
 
@@ -78,9 +79,14 @@ def order_by_names(feature: str, here: Sequence[str], trained: Sequence[str]) ->
     ]
 
 
-def joint_findings(feature: str, ranges: JointRanges) -> list[Finding]:
-    """Other units, exchanged joints and opposite signs, as far as the ranges of values tell."""
-    return _units(feature, ranges) or [*_exchanged(feature, ranges), *_mirrored(feature, ranges)]
+def joint_findings(feature: str, ranges: JointRanges, episodes: int) -> list[Finding]:
+    """Other units, exchanged joints and opposite signs, as far as the ranges of values tell.
+
+    `episodes`: the smaller number of them, here and in training. Ranges of few may be mirrored by chance.
+    """
+    if units := _units(feature, ranges):
+        return units
+    return [*_exchanged(feature, ranges), *_mirrored(feature, ranges)] if episodes >= ENOUGH_EPISODES else []
 
 
 def _units(feature: str, ranges: JointRanges) -> list[Finding]:

@@ -13,7 +13,11 @@ from flexor.evaluate.open_loop.samples import Observation, Samples
 
 WORDS, STATE_INPUT, EVERYTHING = "words", "state", "all inputs"
 UNRELATED = "The weather will be fine tomorrow."
-IGNORED = 0.03  # an input that changes predictions by less than this share of what all inputs change together
+IGNORED = (
+    0.03  # an input that moves predictions by less than this share of what all inputs move them together
+)
+USELESS = 0.1  # the same of an input without which the error does not rise
+RISES = 0.02  # share from which an error rises
 
 
 @dataclass(frozen=True)
@@ -43,7 +47,15 @@ class InputUse:
     @property
     def ignored(self) -> list[str]:
         names = dict.fromkeys(part.input for part in self.replacements if part.input != EVERYTHING)
-        return [name for name in names if self.strongest(name) < IGNORED]
+        return [
+            name
+            for name in names
+            if self.strongest(name) < (USELESS if self._rise(name) < RISES else IGNORED)
+        ]
+
+    def _rise(self, name: str) -> float:
+        """The largest share by which the error rises without the input."""
+        return max((part.change.mean for part in self.replacements if part.input == name), default=0.0)
 
 
 def measure_inputs(samples: Samples, target: Target, predictor: Predict, predicted: np.ndarray) -> InputUse:
