@@ -27,7 +27,7 @@ VERBS = {
     "watch": "show runs on a live screen in the terminal: loss, speed, time left, plan against reality",
     "report": "write one HTML page about runs: curves, plan against reality, differences of settings, videos",
     "diagnose": "find what limits the speed of a run (data, launches, GPU, ...), and which change helps most",
-    "eval": "run episodes with a trained policy and report its success rate",
+    "eval": "run episodes with a trained policy, or compare its predictions with recorded ones",
     "serve": "serve a trained policy to robots over the network",
     "export": "write the policy of a checkpoint to one file, even if several processes saved it in parts",
     "push": "push the policy of a run, and optionally its checkpoints, to the Hugging Face Hub",

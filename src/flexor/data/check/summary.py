@@ -6,6 +6,7 @@ camera sees, frame rate, kind of actions, tasks.
 
 from __future__ import annotations
 
+import warnings
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
@@ -123,9 +124,11 @@ def summarise_values(dataset: Dataset, name: str) -> ValueSummary:
     follows[dataset.episodes.start] = False  # the first frame of an episode
     places = np.flatnonzero(follows)[::step]
     change = np.abs(rows[places].astype(np.float64) - rows[places - 1])
-    low, high = np.nanquantile(some, [0.01, 0.99], axis=0)
-    parts = (np.nanmean(some, 0), np.nanstd(some, 0), low, high)
-    changes = np.nanmean(change, 0) if len(change) else np.zeros(rows.shape[1])
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", RuntimeWarning)  # of values that are never finite
+        low, high = np.nanquantile(some, [0.01, 0.99], axis=0)
+        parts = (np.nanmean(some, 0), np.nanstd(some, 0), low, high)
+        changes = np.nanmean(change, 0) if len(change) else np.zeros(rows.shape[1])
     figures = [[float(value) for value in np.nan_to_num(part)] for part in (*parts, changes)]
     return ValueSummary(value_names(dataset, name), *figures)
 

@@ -45,7 +45,7 @@ class TrainedOn:
 
 def read_trained_on(path: str) -> TrainedOn:
     """From the statistics of the policy's processing and from the description of its data, if there is one."""
-    folder = find_folder(path, ("*.json", "*.safetensors"))
+    folder = find_folder(path, ("*.json", f"{PREPROCESSOR}*.safetensors"))
     config = read_config(str(folder))
     summary = _read_summary(folder / TRAINING_DATA)
     normalize, tokenize, reads_words = _steps(folder)
