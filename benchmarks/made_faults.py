@@ -279,7 +279,7 @@ def ask(run: Path, data: Path, page: Path) -> dict[str, Any]:
     check = run_json("data", "check", str(data), f"--policy.path={run}")
     return {
         "open_loop": [verdict["kind"] for verdict in loop["verdicts"]],
-        "data_check": [problem["kind"] for problem in check["problems"]],
+        "data_check": [*dict.fromkeys(problem["kind"] for problem in check["problems"])],
         "score": round(loop["score"], 4),
         "beats_all_baselines": loop["beats_all_baselines"],
         "seconds": round(seconds, 1),

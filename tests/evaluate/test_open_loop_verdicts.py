@@ -13,6 +13,7 @@ from flexor.evaluate.open_loop.baselines import HOLD, MEAN, REPEAT
 from flexor.evaluate.open_loop.errors import Target, scale_of
 from flexor.evaluate.open_loop.open_loop import DataEvidence, OpenLoop, judge
 from flexor.evaluate.open_loop.samples import Samples
+from flexor.evaluate.open_loop.search import doubtful_joints
 
 FRONT, SIDE, STATE = "observation.images.front", "observation.images.side", "observation.state"
 TASKS = ("Open the gripper.", "Close the gripper.")
@@ -170,6 +171,17 @@ def test_permuted_joints_are_named():
     result = judged(with_state(samples, samples.state[:, order], samples.actions[..., order]))
     assert names(result) == ["joints permuted"]
     assert "x and y" in result.findings[0].evidence
+
+
+def test_of_many_joints_only_the_doubtful_ones_are_tried():
+    rng = np.random.default_rng(0)
+    actions = rng.normal(size=(20, 4, 40))
+    target = Target(actions, np.ones((20, 4), bool), scale_of(actions.reshape(-1, 40)))
+    predicted = actions + 0.05
+    assert doubtful_joints(target, predicted, [actions * 0]) == []
+    predicted[..., [3, 17]] *= -1
+    assert doubtful_joints(target, predicted, [actions * 0]) == [3, 17]
+    assert len(doubtful_joints(target, -actions, [actions * 0])) == 10
 
 
 @pytest.mark.parametrize(("rate", "word"), [(2.0, "half of that"), (0.5, "twice that")])

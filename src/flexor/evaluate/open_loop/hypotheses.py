@@ -15,7 +15,6 @@ from flexor.evaluate.data_fit.joints import UNITS
 from flexor.evaluate.open_loop.samples import Observation, Samples
 
 Actions = Callable[[np.ndarray, Observation], np.ndarray]
-MOST_PAIRS = 28  # of joints that are exchanged; of more joints, neighbours only
 
 
 def same_observation(observation: Observation) -> Observation:
@@ -59,9 +58,10 @@ def camera_hypotheses(samples: Samples) -> Iterator[Hypothesis]:
         )
 
 
-def joint_hypotheses(samples: Samples) -> Iterator[Hypothesis]:
-    """Signs, units and the order of joints."""
-    for joint, name in enumerate(samples.joints):
+def joint_hypotheses(samples: Samples, joints: Sequence[int]) -> Iterator[Hypothesis]:
+    """Signs and the order of these joints."""
+    for joint in joints:
+        name = samples.joints[joint]
         for parts in _parts(samples, joint):
             where = " and ".join(parts)
             yield Hypothesis(
@@ -71,7 +71,7 @@ def joint_hypotheses(samples: Samples) -> Iterator[Hypothesis]:
                 *_linear(samples, {joint: -1.0}, {}, parts),
                 joints=(joint,),
             )
-    for left, right in _pairs(len(samples.joints)):
+    for left, right in combinations(sorted(joints), 2):
         names = f"{samples.joints[left]} and {samples.joints[right]}"
         yield Hypothesis(
             "joints permuted",
@@ -171,11 +171,6 @@ def _parts(samples: Samples, joint: int) -> list[tuple[str, ...]]:
     if samples.state is None or samples.state_of_joint[joint] is None:
         return [("action",)]
     return [("state", "action"), ("action",), ("state",)]
-
-
-def _pairs(count: int) -> list[tuple[int, int]]:
-    pairs = list(combinations(range(count), 2))
-    return pairs if len(pairs) <= MOST_PAIRS else [(joint, joint + 1) for joint in range(count - 1)]
 
 
 def _linear(

@@ -25,7 +25,7 @@ from flexor.evaluate.open_loop.hypotheses import (
 from flexor.evaluate.open_loop.inputs import STATE_INPUT, InputUse, measure_inputs
 from flexor.evaluate.open_loop.predict import ChunkPredictor, Predict
 from flexor.evaluate.open_loop.samples import Samples, read_samples
-from flexor.evaluate.open_loop.search import Explanation, Search
+from flexor.evaluate.open_loop.search import Explanation, Search, doubtful_joints
 from flexor.evaluate.open_loop.verdicts import (
     baseline_findings,
     blank_cameras,
@@ -141,7 +141,9 @@ def judge(
         rivals = [baselines[name] for name in (HOLD, MEAN) if name in baselines]
         words = fit_words(samples, target, predictor, predicted, [*evidence.tasks], rivals)
         search = Search(samples, target, predictor, predicted, rivals)
-        explanations = search.run(_hypotheses(samples, evidence.sizes), progress)
+        explanations = search.run(
+            _hypotheses(samples, evidence.sizes, doubtful_joints(target, predicted, rivals)), progress
+        )
     result = OpenLoop(samples, target, predicted, baselines, changes, use, words, explanations)
     return replace(result, findings=_findings(result, evidence.findings))
 
@@ -151,13 +153,13 @@ def shortened(samples: Samples, horizon: int) -> Samples:
     return replace(samples, actions=samples.actions[:, :horizon], valid=samples.valid[:, :horizon])
 
 
-def _hypotheses(samples: Samples, sizes: Sequence[float]) -> list[Hypothesis]:
+def _hypotheses(samples: Samples, sizes: Sequence[float], joints: Sequence[int]) -> list[Hypothesis]:
     return [
         *camera_hypotheses(samples),
         *unit_hypotheses(samples, _sizes_of_joints(samples, sizes)),
         *kind_hypotheses(samples),
         *rate_hypotheses(samples.actions.shape[1]),
-        *joint_hypotheses(samples),
+        *joint_hypotheses(samples, joints),
     ]
 
 

@@ -18,6 +18,8 @@ FEWEST = 12  # samples: of fewer, nothing is concluded
 FALLS = 0.2  # the least share by which the error must fall
 JOINT_FALLS = 0.35  # the same of the joints concerned, where a hypothesis concerns some
 MOST = 3  # faults at once
+DOUBTFUL = 0.5  # a joint's error, in that of the best baseline, from which its data may be wrong
+MOST_JOINTS = 10  # of which signs and order are tried
 
 
 @dataclass(frozen=True)
@@ -93,6 +95,15 @@ class Search:
                 actions, {name: values[places] for name, values in observation.items()}
             )
         return actions
+
+
+def doubtful_joints(target: Target, predicted: np.ndarray, baselines: Sequence[np.ndarray]) -> list[int]:
+    """The joints that the policy predicts little better than the baselines do, or worse: the worst ones."""
+    error = target.joint_errors(predicted)
+    least = np.min([target.joint_errors(actions) for actions in baselines], axis=0) if baselines else error
+    ratio = np.where(target.scale > 0, error / np.maximum(least, 1e-12), 0.0)
+    worst = np.argsort(-ratio, kind="stable")[:MOST_JOINTS]
+    return sorted(joint for joint in worst.tolist() if ratio[joint] > DOUBTFUL)
 
 
 def is_explained(entry: Explanation) -> bool:
