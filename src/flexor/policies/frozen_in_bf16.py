@@ -48,8 +48,9 @@ def round_frozen(policy: Policy) -> None:
 def _castable_weights(policy: Policy) -> dict[str, nn.Parameter]:
     """The frozen float32 weights that are rounded at every use, by name."""
     castable = parameters_only_in(policy, AUTOCAST_LAYERS)
-    embeddings = [layer for layer in policy.modules() if isinstance(layer, TokenEmbedding)]
-    castable.update(layer.weight for layer in embeddings if layer.rounds_output)
+    for layer in policy.modules():
+        if isinstance(layer, TokenEmbedding) and layer.rounds_output:
+            castable |= {*layer.parameters()}
     return {
         name: parameter
         for name, parameter in unique_parameters(policy).items()
