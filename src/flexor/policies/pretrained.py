@@ -6,7 +6,7 @@ import functools
 import json
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any, get_type_hints
 
@@ -18,7 +18,7 @@ from torch import Tensor
 from flexor.core.batch import ACTION, MEMORY, Batch
 from flexor.core.errors import CheckpointError, ConfigError, FlexorError
 from flexor.core.foreign_files import MALFORMED, read_json_object
-from flexor.core.log import log
+from flexor.core.log import log, warn_once
 from flexor.core.manifest import verify_policy
 from flexor.core.model_files import ModelFiles
 from flexor.core.paths import inside
@@ -33,6 +33,7 @@ from flexor.core.run_files import (
     find_last,
     newest_checkpoints,
 )
+from flexor.core.tensors import copy_part
 from flexor.core.trust import is_trusted, settled
 from flexor.core.typed import Partial, from_plain, to_plain
 from flexor.core.weight_files import WeightFiles
@@ -207,23 +208,34 @@ def read_config(path: str, overrides: dict[str, Any] | None = None) -> PolicyCon
         if isinstance(value, Partial):
             changes[key] = {**settings.get(key, {}), **value}
     try:
-        _refuse_unknown_settings(folder, cls, settings)
+        settings = _without_unknown_settings(folder, cls, settings)
         config = from_plain(cls, {**settings, **changes}, "policy")
         check_sizes(config)
+        if (file := folder / f"{PREPROCESSOR}.json").is_file():
+            config = config.with_saved_steps(read_steps(file))
         config.validate()
     except MALFORMED as error:
         raise CheckpointError(f"{folder / POLICY_CONFIG} makes no {cls.type} policy: {error!r}") from error
     return config
 
 
-def _refuse_unknown_settings(folder: Path, cls: type[PolicyConfig], settings: Mapping[str, Any]) -> None:
-    """Refuse settings that the policy does not have, and name their file."""
+def _without_unknown_settings(
+    folder: Path, cls: type[PolicyConfig], settings: Mapping[str, Any]
+) -> dict[str, Any]:
+    """The settings without those that the policy does not have. They are refused, unless it ignores them."""
     settings_of_policy = {field.name for field in fields(cls)}
-    if unknown := [name for name in settings if name not in settings_of_policy]:
+    unknown = [name for name in settings if name not in settings_of_policy]
+    if unknown and not cls.ignores_unknown_settings:
         raise CheckpointError(
             f"{folder / POLICY_CONFIG} has settings that Flexor does not know: {', '.join(unknown)}. They may be of "
             "another version of LeRobot. If the policy works without them, delete them from the file."
         )
+    if unknown:
+        warn_once(
+            "%s has settings that Flexor does not know, which have no effect: %s",
+            *(folder / POLICY_CONFIG, ", ".join(unknown)),
+        )
+    return {name: value for name, value in settings.items() if name in settings_of_policy}
 
 
 def _policy_type(folder: Path, saved: str, requested: str | None) -> str:
@@ -278,7 +290,8 @@ def load_pretrained(path: str, device: str = "cpu", overrides: dict[str, Any] | 
     folder = find_folder(path)
     verify(folder)
     config = read_config(str(folder), overrides)
-    before = Pipeline.load(folder, PREPROCESSOR).to(device)
+    before = Pipeline.load(folder, PREPROCESSOR)
+    before = replace(before, steps=[config.adapted(step) for step in before.steps]).to(device)
     after = Pipeline.load(folder, POSTPROCESSOR).connect(before)
     with without_initial_weights(config):
         policy = make_policy(config)
@@ -354,7 +367,10 @@ def load_weights(policy: Policy, folder: Path) -> None:
         return
     names, weights = check_weights(policy, folder), WeightFiles(folder)
     check_ties(policy, names, weights)
-    weights.fill(_weights_of(policy), names)
+    tensors, transposed = _weights_of(policy), policy.weight_names.transposed
+    weights.fill({name: tensor for name, tensor in tensors.items() if names[name] not in transposed}, names)
+    for name in [name for name in tensors if names[name] in transposed]:
+        copy_part(tensors[name], weights.read(names[name]).mT)
     init_adapters(policy)
     round_frozen(policy)
 

@@ -19,7 +19,9 @@ from flexor.policies.nn.resize import Where, resize_with_padding
 class CameraImages(NamedTuple):
     """The images of each camera that a batch has, or what the model's encoder has made of them."""
 
-    images: list[Tensor]  # [B, 3, H, W] in -1..1; if they are encoded, [B, ...]
+    images: list[
+        Tensor
+    ]  # [B, 3, H, W]; in -1..1 unless they are normalised otherwise; if they are encoded, [B, ...]
     masks: list[Tensor | None]  # [B], False where a sample lacks the image; None: all samples have it
     encoded: bool = False
 
@@ -36,11 +38,16 @@ class CameraImages(NamedTuple):
 
 
 def prepare_cameras(
-    policy: str, cameras: Sequence[str], batch: Batch, size: tuple[int, int] | None, padding: Where
+    policy: str,
+    cameras: Sequence[str],
+    batch: Batch,
+    size: tuple[int, int] | None,
+    padding: Where,
+    normalized: bool = False,
 ) -> CameraImages:
     """The images of the cameras in the batch, resized without distortion to `size` (height, width); None: as they are.
 
-    `policy` is named in the error if the batch has none of the cameras.
+    `policy` is named in the error if the batch has none of the cameras. `normalized`: a processing step has done it.
     """
     encoded = any(f"{IMAGE_FEATURES}{camera}" in batch for camera in cameras)
     names = {camera: f"{IMAGE_FEATURES}{camera}" if encoded else camera for camera in cameras}
@@ -52,10 +59,13 @@ def prepare_cameras(
         )
     images = [batch[names[camera]] for camera in present]
     if not encoded:
-        images = [prepare_images(pixels, size, padding) for pixels in images]
+        images = [prepare_images(pixels, size, padding, normalized) for pixels in images]
     return CameraImages(images, [batch.get(f"{camera}_padding_mask") for camera in present], encoded)
 
 
-def prepare_images(images: Tensor, size: tuple[int, int] | None, padding: Where) -> Tensor:
-    """Images of one camera [B, 3, H, W] in 0..1, in `size` and in -1..1."""
-    return (images if size is None else resize_with_padding(images, *size, padding)) * 2 - 1
+def prepare_images(
+    images: Tensor, size: tuple[int, int] | None, padding: Where, normalized: bool = False
+) -> Tensor:
+    """Images of one camera [B, 3, H, W] in 0..1, in `size` and in -1..1, unless a processing step normalises them."""
+    resized = images if size is None else resize_with_padding(images, *size, padding)
+    return resized if normalized else resized * 2 - 1
