@@ -5,10 +5,10 @@ from pathlib import Path
 from parity.multi_task_dit.clips import make_clips
 from parity.pi0_fast.cases import make_files
 from parity.smolvla.vlms import make_vlms
-from support import small_pi, small_resnet
+from support import small_pi, small_resnet, small_xvla
 from support.tokenizers import make_tokenizer
 
-WITH_CAMERAS = ("vqbet", "pi0", "pi05", "pi0_fast", "smolvla")  # do not work without
+WITH_CAMERAS = ("vqbet", "pi0", "pi05", "pi0_fast", "smolvla", "xvla")  # do not work without
 
 TINY_ACT = [
     small_resnet.FLAG,
@@ -73,6 +73,7 @@ SMALL = {
         "expert_width_multiplier=0.5",
     ],
     "pi0_fast": small_pi.FAST_SETTINGS,
+    "xvla": small_xvla.SETTINGS,
 }
 
 
@@ -82,7 +83,7 @@ def small_flags(name: str, folder: Path) -> list[str]:
     if name == "multi_task_dit":
         make_clips(folder)
         flags += [f"--policy.{kind}_encoder_name={folder / 'tiny-clip'}" for kind in ("vision", "text")]
-    if name in ("pi0", "pi05"):
+    if name in ("pi0", "pi05", "xvla"):
         flags += [f"--policy.tokenizer_name={make_tokenizer(folder)}"]
     if name == "pi0_fast":
         make_files(files := folder / "files")

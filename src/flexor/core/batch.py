@@ -19,6 +19,8 @@ MEMORY = "memory"
 # adds it, so that a loss divided by it is the same however the batch is spread over ranks.
 VALID_STEPS = "action_valid_steps"
 
+# Where in its global batch each sample is, from 0 to below 1 [B]. Only policies that ask for it get it, in training.
+BATCH_PLACE = "/batch_place"
 # Columns that Flexor adds to a dataset. LeRobot allows no slash in names, so no feature has these.
 # Weight of each sample in the loss [B].
 SAMPLE_WEIGHT = "/sample_weight"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Hashable, Mapping
+from collections.abc import Collection, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from math import inf
 from types import MappingProxyType
@@ -52,6 +52,8 @@ class PolicyConfig:
     reads_camera_masks: ClassVar[bool] = False
     """Whether the policy ignores images that a sample does not have: `<camera>_padding_mask` [B] is False there."""
 
+    draws_by_place: ClassVar[bool] = False
+    """Whether what a sample draws in training depends on its place in the global batch: `BATCH_PLACE` is then in it."""
     takes_depth: ClassVar[bool] = False
     """Whether depth maps are inputs of the policy: float32 [1, H, W], in the unit of dataset.depth_output_unit."""
     same_operations: ClassVar[bool] = True
@@ -129,6 +131,10 @@ class PolicyConfig:
     def optimizer_preset(self) -> dict[str, Any]:
         """Default settings of the optimizer."""
         raise NotImplementedError
+
+    def lerobot_optimizer(self) -> dict[str, Any]:
+        """LeRobot's type and further settings of AdamW with the same groups of parameters, where they differ."""
+        return {}
 
     def scheduler_preset(self) -> dict[str, Any]:
         """Default settings of the learning-rate schedule."""
@@ -235,6 +241,17 @@ class PolicyConfig:
         """These settings as LeRobot can read them, for the same policy."""
         return self
 
+    def check_columns(self, columns: Mapping[str, Any]) -> None:
+        """Refuse a dataset whose columns, numpy arrays by name, the policy can't learn from."""
+
+    def with_saved_steps(self, steps: Sequence[Mapping[str, Any]]) -> Self:
+        """The settings of a checkpoint, completed by its processing before the policy: `registry_name` and `config`."""
+        return self
+
+    def adapted(self, step: ProcessingStep) -> ProcessingStep:
+        """A step of a checkpoint's processing, with what these settings say otherwise."""
+        return step
+
     def can_act_without(self, names: Collection[str]) -> bool:
         """Whether these inputs may be missing in an observation."""
         return not names
@@ -309,6 +326,10 @@ class ParamGroup:
 
     params: list[nn.Parameter]
     overrides: dict[str, Any] = field(default_factory=dict)
+    factors: dict[str, float] = field(default_factory=dict)
+    """What the run's settings are multiplied by."""
+    name: str | None = None
+    """Its name in the optimizer's state, where LeRobot's groups have names."""
 
 
 class Policy(nn.Module):

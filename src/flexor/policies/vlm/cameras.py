@@ -19,7 +19,7 @@ from flexor.policies.nn.resize import Where, resize_with_padding
 class CameraImages(NamedTuple):
     """The images of each camera that a batch has."""
 
-    images: list[Tensor]  # [B, 3, H, W] in -1..1
+    images: list[Tensor]  # [B, 3, H, W]; in -1..1 unless they are normalised otherwise
     masks: list[Tensor | None]  # [B], False where a sample lacks the image; None: all samples have it
 
     def stacked(self) -> Tensor:
@@ -35,11 +35,16 @@ class CameraImages(NamedTuple):
 
 
 def prepare_cameras(
-    policy: str, cameras: Sequence[str], batch: Batch, size: tuple[int, int] | None, padding: Where
+    policy: str,
+    cameras: Sequence[str],
+    batch: Batch,
+    size: tuple[int, int] | None,
+    padding: Where,
+    normalized: bool = False,
 ) -> CameraImages:
     """The images of the cameras in the batch, resized without distortion to `size` (height, width); None: as they are.
 
-    `policy` is named in the error if the batch has none of the cameras.
+    `policy` is named in the error if the batch has none of the cameras. `normalized`: a processing step has done it.
     """
     present = [camera for camera in cameras if camera in batch]
     if not present:
@@ -51,4 +56,4 @@ def prepare_cameras(
         batch[name] if size is None else resize_with_padding(batch[name], *size, padding) for name in present
     ]
     masks = [batch.get(f"{camera}_padding_mask") for camera in present]
-    return CameraImages([images * 2 - 1 for images in resized], masks)
+    return CameraImages(resized if normalized else [images * 2 - 1 for images in resized], masks)

@@ -56,7 +56,7 @@ class Projector(nn.Module):
     def forward(self, grid: Tensor) -> Tensor:
         """[N, rows, columns, width] -> [N, 1 + rows * columns, text width]."""
         grid = grid + self.image_position_embed(*grid.shape[1:3])
-        tokens = grid.flatten(1, 2) + self.visual_temporal_embed.pos_idx_to_embed[:1]
+        tokens = grid.flatten(1, 2) + self.visual_temporal_embed.pos_idx_to_embed[:1].to(grid.dtype)
         tokens = torch.cat((tokens.mean(1, keepdim=True), tokens), 1)
         return self.image_proj_norm(self.image_projection(tokens))
 
