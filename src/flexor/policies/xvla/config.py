@@ -21,7 +21,7 @@ from flexor.policies.processing.pipeline import ProcessingStep, Stats
 from flexor.policies.processing.tokenize import Tokenize
 from flexor.policies.vlm.florence_size import FLORENCE_2_LARGE, FlorenceSize, read_florence
 from flexor.policies.xvla.action_spaces import ActionSpace, action_space
-from flexor.policies.xvla.processing import DOMAIN, AddDomainId, ImageNetNormalize, ImageToFloat
+from flexor.policies.xvla.processing import DOMAIN, IMAGES, AddDomainId, ImageNetNormalize, ImageToFloat
 
 FLORENCE = "policy.florence_config"
 
@@ -319,10 +319,12 @@ class XVLAConfig(FineTuningSettings, CrossEmbodimentConfig):
             padding=self.pad_language_to,
             padding_side=self.tokenizer_padding_side,
         )
+        # LeRobot's steps find cameras by how their names begin, which `observation.image` does not
+        cameras = None if all(name.startswith(IMAGES) for name in self.images) else [*self.images]
         rename, to_batch, *remaining = super().steps_before(stats)
         return [
             *(rename, to_batch, tokenize),
-            *(ImageToFloat(), ImageNetNormalize(), self.domain_step()),
+            *(ImageToFloat(cameras), ImageNetNormalize(cameras), self.domain_step()),
             *remaining,
         ]
 

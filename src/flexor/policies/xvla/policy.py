@@ -76,9 +76,10 @@ class XVLA(Policy):
         start = noise.normal("x", shape).to(context.tokens)
         actions = torch.zeros_like(start)
         for step in range(config.num_denoising_steps, 0, -1):
-            time = step / config.num_denoising_steps
-            noisy = start * time + _continued(actions, batch) * (1 - time)
-            actions = self.model.actions(noisy, start.new_full(shape[:1], time), context).to(start.dtype)
+            time = start.new_full(shape[:1], step / config.num_denoising_steps)
+            mixed = time[:, None, None]
+            noisy = start * mixed + _continued(actions, batch) * (1 - mixed)
+            actions = self.model.actions(noisy, time, context).to(start.dtype)
         chunk = _continued(self.model.layout.output(actions), batch)
         return chunk[..., : config.action.shape[0]]
 
