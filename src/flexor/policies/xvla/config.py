@@ -20,7 +20,7 @@ from flexor.policies.nn.adam import FineTuningSettings
 from flexor.policies.processing.pipeline import ProcessingStep, Stats
 from flexor.policies.processing.tokenize import Tokenize
 from flexor.policies.vlm.florence_size import FLORENCE_2_LARGE, FlorenceSize, read_florence
-from flexor.policies.xvla.action_spaces import ActionSpace, action_space
+from flexor.policies.xvla.action_spaces import AUTO, ActionSpace, action_space
 from flexor.policies.xvla.processing import DOMAIN, IMAGES, AddDomainId, ImageNetNormalize, ImageToFloat
 
 FLORENCE = "policy.florence_config"
@@ -209,9 +209,12 @@ class XVLAConfig(FineTuningSettings, CrossEmbodimentConfig):
     def check_padding(self) -> None:
         space, feature = self.action_space, self.output_features.get(ACTION)
         if feature is not None and feature.shape[0] > space.output:
+            fix = "--policy.action_mode=auto, or another that fits the robot"
+            if self.action_mode == AUTO:
+                fix = "a larger --policy.max_action_dim, which requires other weights"
             raise ConfigError(
                 f"{ACTION} has {feature.shape[0]} values, but policy.action_mode={self.action_mode} predicts "
-                f"{space.output}. Set --policy.action_mode=auto, or another that fits the robot."
+                f"{space.output}. Set {fix}."
             )
         super().check_padding()
 

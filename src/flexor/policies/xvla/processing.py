@@ -89,7 +89,7 @@ class ImageNetNormalize(ImageStep):
         return {**batch, **{name: self._normalized(image) for name, image in self.images(batch).items()}}
 
     def _normalized(self, image: Tensor) -> Tensor:
-        if image.dtype != torch.uint8 or not can_look_up(image):
+        if image.dtype != torch.uint8 or image.shape[-3] != 3 or not can_look_up(image):
             return self._scaled(_as_floats(image))
         place = image.device
         if place not in self._tables:
