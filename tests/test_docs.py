@@ -211,7 +211,9 @@ def test_other_commands_parse(page, tmp_path, monkeypatch):
 
 def with_types(words: list[str]) -> list[str]:
     """Published policies, such as lerobot/pi0_base, as new ones of their type, which parse without a network."""
-    typed = [re.sub(r"^--policy\.path=lerobot/([a-z0-9]+)[_-].*", r"--policy.type=\1", word) for word in words]
+    typed = [
+        re.sub(r"^--policy\.path=lerobot/([a-z0-9]+)[_-].*", r"--policy.type=\1", word) for word in words
+    ]
     return [word for word in typed if not word.startswith("--policy.path")]
 
 
