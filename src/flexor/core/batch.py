@@ -26,5 +26,7 @@ BATCH_PLACE = "/batch_place"
 SAMPLE_WEIGHT = "/sample_weight"
 # Several datasets: which of them each sample is from [B].
 DATASET_NUMBER = "/dataset"
+# What a frozen encoder has made of a camera's images, instead of them: this, and the policy's name of the camera.
+IMAGE_FEATURES = "/image_features/"
 # Several datasets whose actions have different lengths: the length of each sample's [B]; the rest is padding.
 ACTION_LENGTH = "/action_length"

@@ -18,6 +18,7 @@ from flexor.core.rng import NoiseSource
 from flexor.core.typed import setting
 from flexor.policies.adapters import ALL_LINEAR
 from flexor.policies.features import Kind, Normalization, PolicyFeature
+from flexor.policies.image_encoder import ImageEncoder
 from flexor.policies.lerobot_settings import LerobotSetting
 from flexor.policies.processing.normalize import Normalize, Unnormalize
 from flexor.policies.processing.pipeline import POSTPROCESSOR, PREPROCESSOR, Pipeline, ProcessingStep, Stats
@@ -63,6 +64,8 @@ class PolicyConfig:
     """Settings that LeRobot does not have: they are not written into its files."""
     only_in_lerobot: ClassVar[Mapping[str, LerobotSetting]] = MappingProxyType({})
     """Settings that LeRobot's policy has, and this one does not."""
+    ignores_unknown_settings: ClassVar[bool] = False
+    """Whether a checkpoint may have settings of later releases of LeRobot: they are left out, with a warning."""
 
     n_obs_steps: int = 1
     """Number of observations the policy uses, the current one included."""
@@ -362,6 +365,21 @@ class Policy(nn.Module):
     def forward(self, batch: Batch, noise: NoiseSource) -> Loss:
         """The loss. Wrappers such as DDP call this."""
         return self.loss(batch, noise)
+
+    def image_encoder(self) -> ImageEncoder | None:
+        """What `encode_images` depends on; None: the policy has nothing that sees each image alone.
+
+        If none of its weights is trained, a run may encode each image once (`train/encode_images.py`).
+        """
+        return None
+
+    def encode_images(self, images: Tensor) -> Tensor:
+        """Processed images of one camera [N, C, H, W] -> their features [N, ...].
+
+        `loss` takes features [B, (T,) ...] instead of images, as `core.batch.IMAGE_FEATURES` and the camera's name.
+        Under autocast they are in its type: a matrix product or convolution takes them next.
+        """
+        raise NotImplementedError
 
     def begin_step(self, step: int) -> None:
         """Called before every optimizer step, for a policy that trains in phases or updates a target network."""

@@ -25,13 +25,10 @@ class CrossEmbodimentConfig(ChunkConfig):
     """States are padded with zeros to this many values."""
     max_action_dim: int = 32
     """Actions are padded with zeros to this many values."""
-    empty_cameras: int = 0
-    """Number of cameras that the policy has but the robot does not. They are never encoded, and cost nothing."""
 
     def validate(self) -> None:
         super().validate()
         self.require(1, "max_state_dim", "max_action_dim")
-        self.require(0, "empty_cameras")
         if self.input_features and not (self.images and (self.state or not self.reads_state)):
             state = f"{STATE} and " if self.reads_state else ""
             raise self.missing_input(f"{state}a camera (observation.images...)")
@@ -40,7 +37,7 @@ class CrossEmbodimentConfig(ChunkConfig):
     @property
     def empty_camera_names(self) -> list[str]:
         """Cameras that no dataset has: LeRobot adds them to the inputs."""
-        return [f"{EMPTY_CAMERA}{number}" for number in range(self.empty_cameras)]
+        return []
 
     @property
     def images(self) -> Features:
@@ -142,3 +139,19 @@ class CrossEmbodimentConfig(ChunkConfig):
             *(name, *("x".join(map(str, feature.shape)) for feature in (new, old))),
             self.most_values(name)[0],
         )
+
+
+@dataclass
+class EmptyCamerasConfig(CrossEmbodimentConfig):
+    """With places for cameras that no dataset has."""
+
+    empty_cameras: int = 0
+    """Number of cameras that the policy has but the robot does not. They are never encoded, and cost nothing."""
+
+    def validate(self) -> None:
+        super().validate()
+        self.require(0, "empty_cameras")
+
+    @property
+    def empty_camera_names(self) -> list[str]:
+        return [f"{EMPTY_CAMERA}{number}" for number in range(self.empty_cameras)]

@@ -14,7 +14,7 @@ from flexor.core.errors import ConfigError
 from flexor.core.log import log
 from flexor.core.typed import setting
 from flexor.policies.base import MOST_DROPOUT
-from flexor.policies.cross_embodiment import CrossEmbodimentConfig, Features
+from flexor.policies.cross_embodiment import EmptyCamerasConfig, Features
 from flexor.policies.features import Kind, Normalization, PolicyFeature
 from flexor.policies.nn.adam import FineTuningSettings
 from flexor.policies.processing.pipeline import ProcessingStep, Stats
@@ -27,7 +27,7 @@ FLORENCE = "policy.florence_config"
 
 
 @dataclass
-class XVLAConfig(FineTuningSettings, CrossEmbodimentConfig):
+class XVLAConfig(FineTuningSettings, EmptyCamerasConfig):
     """Defaults are LeRobot's, but for `florence_config`, which has none there."""
 
     type: ClassVar[str] = "xvla"
