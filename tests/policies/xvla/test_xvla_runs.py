@@ -8,10 +8,12 @@ from safetensors.torch import load_file
 
 from flexor.cli.main import main
 from flexor.core.batch import DATASET_NUMBER
+from flexor.policies import make_policy
 from flexor.policies.pretrained import load_pretrained
 from flexor.policies.xvla.policy import XVLA
 from support import runs
 from support.small_policies import small_flags
+from support.small_xvla import small_config
 
 
 @pytest.fixture
@@ -64,6 +66,12 @@ def test_fine_tuning_keeps_the_domain_and_the_views(dataset, flags, tmp_path):
     assert weights[0].keys() == weights[1].keys()
     prompts = [each["model.transformer.soft_prompt_hub.weight"] for each in weights]
     assert torch.equal(prompts[0][:2], prompts[1][:2]) and not torch.equal(prompts[0][2], prompts[1][2])
+
+
+def test_an_encoder_that_leaves_branches_out_has_no_features(tmp_path):
+    assert make_policy(small_config(vision_drop_path=0.1)).image_encoder() is None
+    encoder = make_policy(small_config(freeze_vision_encoder=True)).image_encoder()
+    assert encoder.is_frozen and encoder.settings == {"size": (32, 32)}
 
 
 def test_a_column_that_is_missing_stops_the_run(dataset, flags, tmp_path, capsys):

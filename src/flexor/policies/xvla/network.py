@@ -81,9 +81,10 @@ class XVLANetwork(nn.Module):
         return self.transformer.context(encoded, further, state, observation.domain, self.config.chunk_size)
 
     def _view_tokens(self, cameras: CameraImages) -> Tensor:
-        images = cameras.stacked()
+        images = cameras.stacked()  # [B, N, ...]
         batch, count = images.shape[:2]
-        tokens = self.vlm.embed_images(images.flatten(0, 1)).unflatten(0, (batch, count))
+        embed = self.vlm.embed_features if cameras.encoded else self.vlm.embed_images
+        tokens = embed(images.flatten(0, 1)).unflatten(0, (batch, count))
         masks = cameras.stacked_masks()
         if masks is not None:
             tokens = tokens.masked_fill(~masks[:, :, None, None], 0.0)
