@@ -30,6 +30,11 @@ def pi0(tmp_path_factory):
     return ["--policy.device=cpu", *small_flags("pi0", tmp_path_factory.mktemp("models"))]
 
 
+@pytest.fixture(scope="module")
+def xvla(tmp_path_factory):
+    return ["--policy.device=cpu", *small_flags("xvla", tmp_path_factory.mktemp("models"))]
+
+
 @pytest.fixture(autouse=True)
 def own_caches(tmp_path, monkeypatch):
     (tmp_path / "shm").mkdir()
@@ -60,6 +65,15 @@ def test_the_same_losses_as_with_images(tier, dataset, smolvla, tmp_path, log_li
     assert said(log_lines, ON)
     assert losses(encoded) == pytest.approx(losses(plain), rel=1e-4)
     assert len(losses(plain)) == STEPS
+
+
+def test_xvla_with_a_frozen_encoder(dataset, xvla, tmp_path, log_lines):
+    """Also with a view that no camera fills."""
+    flags = [*xvla, "--policy.freeze_vision_encoder=true", "--policy.num_image_views=2"]
+    plain = train(dataset, tmp_path / "plain", flags, FEATURES_OFF)
+    encoded = train(dataset, tmp_path / "encoded", flags)
+    assert said(log_lines, ON)
+    assert losses(encoded) == pytest.approx(losses(plain), rel=1e-4)
 
 
 @pytest.mark.parametrize("mode", ["train_expert_only", "freeze_vision_encoder"])
