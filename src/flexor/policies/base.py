@@ -61,6 +61,8 @@ class PolicyConfig:
     """Settings that LeRobot does not have: they are not written into its files."""
     only_in_lerobot: ClassVar[Mapping[str, LerobotSetting]] = MappingProxyType({})
     """Settings that LeRobot's policy has, and this one does not."""
+    ignores_unknown_settings: ClassVar[bool] = False
+    """Whether a checkpoint may have settings of later releases of LeRobot: they are left out, with a warning."""
 
     n_obs_steps: int = 1
     """Number of observations the policy uses, the current one included."""

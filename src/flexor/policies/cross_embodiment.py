@@ -25,13 +25,10 @@ class CrossEmbodimentConfig(ChunkConfig):
     """States are padded with zeros to this many values."""
     max_action_dim: int = 32
     """Actions are padded with zeros to this many values."""
-    empty_cameras: int = 0
-    """Number of cameras that the policy has but the robot does not. They are never encoded, and cost nothing."""
 
     def validate(self) -> None:
         super().validate()
         self.require(1, "max_state_dim", "max_action_dim")
-        self.require(0, "empty_cameras")
         if self.input_features and not (self.images and self.state):
             raise self.missing_input(f"{STATE} and a camera (observation.images...)")
         self.check_padding()
@@ -39,7 +36,7 @@ class CrossEmbodimentConfig(ChunkConfig):
     @property
     def empty_camera_names(self) -> list[str]:
         """Cameras that no dataset has: LeRobot adds them to the inputs."""
-        return [f"{EMPTY_CAMERA}{number}" for number in range(self.empty_cameras)]
+        return []
 
     @property
     def images(self) -> Features:
@@ -135,3 +132,19 @@ class CrossEmbodimentConfig(ChunkConfig):
             *(name, *("x".join(map(str, feature.shape)) for feature in (new, old))),
             self.max_state_dim if name == STATE else self.max_action_dim,
         )
+
+
+@dataclass
+class EmptyCamerasConfig(CrossEmbodimentConfig):
+    """With places for cameras that no dataset has."""
+
+    empty_cameras: int = 0
+    """Number of cameras that the policy has but the robot does not. They are never encoded, and cost nothing."""
+
+    def validate(self) -> None:
+        super().validate()
+        self.require(0, "empty_cameras")
+
+    @property
+    def empty_camera_names(self) -> list[str]:
+        return [f"{EMPTY_CAMERA}{number}" for number in range(self.empty_cameras)]

@@ -18,7 +18,7 @@ from torch import Tensor
 from flexor.core.batch import ACTION, MEMORY, Batch
 from flexor.core.errors import CheckpointError, ConfigError, FlexorError
 from flexor.core.foreign_files import MALFORMED, read_json_object
-from flexor.core.log import log
+from flexor.core.log import log, warn_once
 from flexor.core.manifest import verify_policy
 from flexor.core.model_files import ModelFiles
 from flexor.core.paths import inside
@@ -207,7 +207,7 @@ def read_config(path: str, overrides: dict[str, Any] | None = None) -> PolicyCon
         if isinstance(value, Partial):
             changes[key] = {**settings.get(key, {}), **value}
     try:
-        _refuse_unknown_settings(folder, cls, settings)
+        settings = _without_unknown_settings(folder, cls, settings)
         config = from_plain(cls, {**settings, **changes}, "policy")
         check_sizes(config)
         config.validate()
@@ -216,14 +216,23 @@ def read_config(path: str, overrides: dict[str, Any] | None = None) -> PolicyCon
     return config
 
 
-def _refuse_unknown_settings(folder: Path, cls: type[PolicyConfig], settings: Mapping[str, Any]) -> None:
-    """Refuse settings that the policy does not have, and name their file."""
+def _without_unknown_settings(
+    folder: Path, cls: type[PolicyConfig], settings: Mapping[str, Any]
+) -> dict[str, Any]:
+    """The settings without those that the policy does not have. They are refused, unless it ignores them."""
     settings_of_policy = {field.name for field in fields(cls)}
-    if unknown := [name for name in settings if name not in settings_of_policy]:
+    unknown = [name for name in settings if name not in settings_of_policy]
+    if unknown and not cls.ignores_unknown_settings:
         raise CheckpointError(
             f"{folder / POLICY_CONFIG} has settings that Flexor does not know: {', '.join(unknown)}. They may be of "
             "another version of LeRobot. If the policy works without them, delete them from the file."
         )
+    if unknown:
+        warn_once(
+            "%s has settings that Flexor does not know, which have no effect: %s",
+            *(folder / POLICY_CONFIG, ", ".join(unknown)),
+        )
+    return {name: value for name, value in settings.items() if name in settings_of_policy}
 
 
 def _policy_type(folder: Path, saved: str, requested: str | None) -> str:

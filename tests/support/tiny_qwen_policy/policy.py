@@ -32,7 +32,7 @@ from flexor.policies.nn.flow import FlowToNoise, time_embedding
 from flexor.policies.nn.rope import Rope
 from flexor.policies.nn.transformer import TransformerSize
 from flexor.policies.processing.tokenize import TASK_MASK, TASK_TOKENS, Tokenize
-from flexor.policies.vlm.qwen2_5_images import ImageGrid, choose_grid, prepare_images
+from flexor.policies.vlm.qwen2_5_images import ImageGrid, QwenImages, choose_grid
 from flexor.policies.vlm.qwen2_5_vision import QwenVisionSize
 from flexor.policies.vlm.qwen2_5_vl import QwenVL, QwenVLSize, causal_mask, image_text, next_positions
 
@@ -108,9 +108,12 @@ class TinyQwenConfig(PolicyConfig):
         return self.chunk_size
 
     @property
+    def image_sizes(self) -> list[tuple[int, ...]]:
+        return [feature.shape[-2:] for feature in self.images.values()]
+
+    @property
     def grids(self) -> list[ImageGrid]:
-        sizes = [feature.shape[-2:] for feature in self.images.values()]
-        return [choose_grid(*size, min_pixels=28 * 28, max_pixels=8 * 28 * 28) for size in sizes]
+        return [choose_grid(*size, min_pixels=28 * 28, max_pixels=8 * 28 * 28) for size in self.image_sizes]
 
     def steps_before(self, stats: Any) -> list[ProcessingStep]:
         rename, to_batch, *device_steps = super().steps_before(stats)
@@ -127,6 +130,7 @@ class TinyQwenPolicy(Policy):
         super().__init__(config)
         width, actions = SIZE.text.width, config.action.shape[0]
         self.vlm = QwenVL(SIZE, config.grids)
+        self.prepare_images = QwenImages(config.image_sizes, config.grids)
         self.state_proj = nn.Linear(config.input_features[STATE].shape[0], width)
         self.action_in_proj = nn.Linear(actions, width)
         self.action_out_proj = nn.Linear(width, actions)
@@ -165,7 +169,7 @@ class TinyQwenPolicy(Policy):
         return self.flow.sample(velocity, shape, noise, batch[STATE])
 
     def embed_prefix(self, batch: Batch) -> Tensor:
-        patches = prepare_images([batch[camera] for camera in self.config.images], self.config.grids)
+        patches = self.prepare_images([batch[camera] for camera in self.config.images])
         return self.vlm.embed(batch[TASK_TOKENS], patches)
 
     def embed_suffix(self, batch: Batch, x: Tensor, time: Tensor) -> Tensor:

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import numpy as np
 from torch import Tensor
 
 from flexor.core.batch import STATE, Batch
-from flexor.core.errors import FlexorError
+from flexor.core.errors import ConfigError, FlexorError
 from flexor.policies.processing.pipeline import ACTING, ProcessingStep, StepContext, processing_step
 from flexor.policies.processing.tokenize import tasks_of
 
@@ -83,6 +83,33 @@ class StateInPromptFast(StateInPrompt):
     """The same for pi0_fast, whose actions begin with "Action: " themselves."""
 
     ending = ";\n"
+
+
+@processing_step("render_generation_prompt_processor")
+@dataclass
+class GenerationPrompt(ProcessingStep):
+    """Of later releases of LeRobot: the prompt of a request for text. Nobody asks for text here, so it does nothing."""
+
+    on_host = True
+    uses_images = False
+
+    recipe: dict[str, Any] | None = None
+
+    def __call__(self, batch: Batch, context: StepContext = ACTING) -> Batch:
+        return batch
+
+
+@processing_step("render_messages_processor")
+@dataclass
+class LanguageRecipe(ProcessingStep):
+    """Of later releases of LeRobot: what a policy was trained to say, which changes its prompt. Refused."""
+
+    recipe: dict[str, Any] | None = None
+
+    def __post_init__(self) -> None:
+        raise ConfigError(
+            "The policy was trained with a language recipe, which Flexor does not have: use it in LeRobot."
+        )
 
 
 def _cleaned(task: str) -> str:

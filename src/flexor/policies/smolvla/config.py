@@ -12,7 +12,7 @@ import torch
 from flexor.core.errors import ConfigError
 from flexor.core.typed import setting
 from flexor.policies.base import Calibration
-from flexor.policies.cross_embodiment import CrossEmbodimentConfig
+from flexor.policies.cross_embodiment import EmptyCamerasConfig
 from flexor.policies.features import Kind, Normalization
 from flexor.policies.nn.adam import FineTuningSettings
 from flexor.policies.processing.pipeline import ProcessingStep, Stats
@@ -22,7 +22,7 @@ from flexor.policies.smolvla.expert import is_cross_layer
 
 
 @dataclass
-class SmolVLAConfig(FineTuningSettings, CrossEmbodimentConfig):
+class SmolVLAConfig(FineTuningSettings, EmptyCamerasConfig):
     """Defaults are LeRobot's, but for `load_vlm_weights`: see there."""
 
     type: ClassVar[str] = "smolvla"

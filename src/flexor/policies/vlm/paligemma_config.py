@@ -7,7 +7,7 @@ from typing import Any, ClassVar, Literal
 
 from flexor.core.errors import ConfigError
 from flexor.core.log import log
-from flexor.policies.cross_embodiment import CrossEmbodimentConfig
+from flexor.policies.cross_embodiment import EmptyCamerasConfig
 from flexor.policies.features import Kind, Normalization
 from flexor.policies.nn.adam import FineTuningSettings
 from flexor.policies.processing.normalize import Normalize, Unnormalize
@@ -18,7 +18,7 @@ from flexor.policies.vlm.paligemma import GEMMA, PALIGEMMA
 
 
 @dataclass
-class PaliGemmaConfig(FineTuningSettings, RelativeActionSettings, CrossEmbodimentConfig):
+class PaliGemmaConfig(FineTuningSettings, RelativeActionSettings, EmptyCamerasConfig):
     """What policies on PaliGemma have. Defaults are LeRobot's."""
 
     trains_in_bf16: ClassVar[bool] = True

@@ -11,10 +11,10 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
-import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 from flexor.core.errors import ConfigError
+from flexor.policies.nn.resize_levels import ResizeLevels
 
 PATCH = 14
 MERGE = 2  # neighbouring patches in each direction that become one token
@@ -22,6 +22,8 @@ FACTOR = PATCH * MERGE
 MEAN = (0.48145466, 0.4578275, 0.40821073)  # of CLIP's training images, as in Qwen's own processor
 STD = (0.26862954, 0.26130258, 0.27577711)
 MAX_ASPECT_RATIO = 200
+# of an image, where nothing else is said: those of the published processors
+MIN_PIXELS, MAX_PIXELS = 4 * FACTOR**2, 16384 * FACTOR**2
 
 
 class ImageGrid(NamedTuple):
@@ -58,18 +60,6 @@ def choose_grid(height: int, width: int, min_pixels: int, max_pixels: int) -> Im
     return ImageGrid(rows * MERGE, columns * MERGE)
 
 
-def resize_levels(images: Tensor, height: int, width: int) -> Tensor:
-    """Images [B, 3, H, W] in [0, 1] -> [B, 3, height, width] whose values are whole 255ths, as Pillow resizes bytes.
-
-    Bicubic with antialiasing, first the rows, then the columns; each pass rounds to a byte.
-    """
-    levels = (images.float() * 255).round().clamp(0, 255)
-    for size in ((images.shape[-2], width), (height, width)):
-        if levels.shape[-2:] != size:
-            levels = F.interpolate(levels, size, mode="bicubic", antialias=True).round().clamp(0, 255)
-    return levels / 255
-
-
 def normalize_colours(images: Tensor) -> Tensor:
     """[B, 3, H, W]. With numbers instead of tensors: a CUDA graph can't copy tensors from the host."""
     channels = zip(images.unbind(1), MEAN, STD)
@@ -84,10 +74,20 @@ def cut_into_patches(images: Tensor) -> Tensor:
     return split.permute(0, 2, 5, 3, 6, 1, 4, 7).flatten(5).flatten(1, 4)
 
 
-def prepare_images(images: Sequence[Tensor], grids: Sequence[ImageGrid]) -> Tensor:
-    """Images [B, 3, H, W] in [0, 1] of each camera -> the patches of all, [B, patches, 3 * 14 * 14]."""
-    patches = [
-        cut_into_patches(normalize_colours(resize_levels(camera, *grid.size)))
-        for camera, grid in zip(images, grids, strict=True)
-    ]
-    return torch.cat(patches, 1)
+class QwenImages(nn.Module):
+    """Images in [0, 1] -> patches. The tables that resize them are computed once: their sizes are fixed."""
+
+    def __init__(self, sizes: Sequence[tuple[int, int]], grids: Sequence[ImageGrid]):
+        """`sizes`: height and width of the images of each camera; `grids`: the patches that they become."""
+        super().__init__()
+        self.resize = nn.ModuleList(
+            ResizeLevels(size, grid.size) for size, grid in zip(sizes, grids, strict=True)
+        )
+
+    def forward(self, images: Sequence[Tensor]) -> Tensor:
+        """Images [B, 3, H, W] of each camera -> the patches of all, [B, patches, 3 * 14 * 14]."""
+        patches = [
+            cut_into_patches(normalize_colours(resize(camera)))
+            for camera, resize in zip(images, self.resize, strict=True)
+        ]
+        return torch.cat(patches, 1)

@@ -194,7 +194,7 @@ class QwenVision(nn.Module):
         self.apply(_initialize)
 
     def forward(self, patches: Tensor) -> Tensor:
-        """Patches [B, N, 3 * 14 * 14], see `prepare_images` -> tokens [B, N / 4, output_width]."""
+        """Patches [B, N, 3 * 14 * 14], see `QwenImages` -> tokens [B, N / 4, output_width]."""
         tokens = patches.unflatten(1, (-1, MERGE**2)).index_select(1, self.order)
         x = self.patch_embed(tokens.flatten(1, 2)).to(patches.dtype)
         rope = Rope(self.cos[None, :, None], self.sin[None, :, None])

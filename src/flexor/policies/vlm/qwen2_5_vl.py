@@ -43,7 +43,7 @@ def read_size(config: Mapping[str, Any], source: str) -> QwenVLSize:
         rope = text.get("rope_parameters") or text.get("rope_scaling") or {}
         if config["model_type"] != "qwen2_5_vl" or text.get("use_sliding_window"):
             raise ValueError("not a Qwen2.5-VL with full attention")
-        return QwenVLSize(
+        size = QwenVLSize(
             QwenVisionSize(
                 width=vision["hidden_size"],
                 depth=vision["depth"],
@@ -63,8 +63,29 @@ def read_size(config: Mapping[str, Any], source: str) -> QwenVLSize:
             image_token=int(config["image_token_id"]),
             tied=bool(config.get("tie_word_embeddings") or text.get("tie_word_embeddings")),
         )
+        _check_heads(size)
     except (KeyError, TypeError, AttributeError, ValueError, ZeroDivisionError) as error:
         raise ConfigError(f"{source} does not describe a Qwen2.5-VL: {error!r}") from error
+    return size
+
+
+def _check_heads(size: QwenVLSize) -> None:
+    """Refuse sizes that do not go together."""
+    vision, text = size.vision, size.text
+    if vision.output_width != text.width:
+        raise ValueError(f"out_hidden_size={vision.output_width} is not hidden_size={text.width}")
+    if vision.width % (4 * vision.heads):
+        raise ValueError(
+            f"the vision's hidden_size={vision.width} is no multiple of 4 x num_heads={vision.heads}"
+        )
+    if text.heads % text.kv_heads:
+        raise ValueError(f"num_attention_heads={text.heads} is no multiple of {text.kv_heads}, those of keys")
+    if 2 * sum(text.mrope_sections or ()) != text.head_dim:
+        raise ValueError(
+            f"mrope_section={text.mrope_sections} has not half of a head's {text.head_dim} channels"
+        )
+    if not 0 <= size.image_token < size.vocabulary:
+        raise ValueError(f"image_token_id={size.image_token} is none of {size.vocabulary} tokens")
 
 
 def image_text(tokens: int) -> str:
@@ -105,7 +126,7 @@ class QwenVL(VisionLanguageModel):
         return list(self.model.visual.blocks)
 
     def embed_images(self, images: Tensor) -> Tensor:
-        """Patches of all images, see `prepare_images` -> [B, N, width]."""
+        """Patches of all images, see `QwenImages` -> [B, N, width]."""
         return self.model.visual(images)
 
     def embed(self, token_ids: Tensor, patches: Tensor) -> Tensor:

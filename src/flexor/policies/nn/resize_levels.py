@@ -1,0 +1,89 @@
+"""Resizing images of bytes as Pillow does, to the last bit, on any device.
+
+Pillow's weights are integers, multiples of 2^-22, and each of its two passes rounds to a byte. Sums of integers are the
+same in any order, so a GPU gets what Pillow gets: what `transformers` prepares for a model, without the host.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor, nn
+
+BITS = 22  # of the weights' fractions
+SHARPNESS = -0.5  # of the bicubic filter
+SUPPORT = 2.0  # pixels to either side that it reaches
+
+
+class ResizeLevels(nn.Module):
+    """Images [B, 3, H, W] in [0, 1] -> [B, 3, height, width] whose values are whole 255ths. Bicubic, antialiased."""
+
+    def __init__(self, size: tuple[int, int], resized: tuple[int, int]):
+        """Height and width of the images, before and after."""
+        super().__init__()
+        self.size = size
+        axes = zip((-1, -2), reversed(size), reversed(resized))  # columns first, as Pillow does
+        self.passes = nn.ModuleList(ResizeAxis(axis, old, new) for axis, old, new in axes if old != new)
+
+    def forward(self, images: Tensor) -> Tensor:
+        levels = (images.float() * 255).round().clamp(0, 255)
+        if self.passes:
+            integers = levels.to(torch.int32)
+            for resize in self.passes:
+                integers = resize(integers)
+            levels = integers.float()
+        return levels / 255
+
+
+class ResizeAxis(nn.Module):
+    """One axis of images of integers from 0 to 255."""
+
+    sources: Tensor
+    weights: Tensor
+
+    def __init__(self, axis: int, old: int, new: int):
+        """`axis` counts from the end: -1 or -2."""
+        super().__init__()
+        self.axis = axis
+        sources, weights = filter_table(old, new)
+        self.register_buffer("sources", sources, persistent=False)
+        self.register_buffer("weights", weights.unflatten(1, (-1, *[1] * (-axis - 1))), persistent=False)
+
+    def forward(self, levels: Tensor) -> Tensor:
+        total: Tensor | int = 1 << (BITS - 1)  # rounds
+        for source, weight in zip(self.sources, self.weights, strict=True):
+            total = levels.index_select(self.axis, source) * weight + total
+        assert isinstance(total, Tensor)
+        return (total >> BITS).clamp(0, 255)
+
+
+def filter_table(old: int, new: int) -> tuple[Tensor, Tensor]:
+    """For each of `new` pixels, which of `old` ones it is computed of, and their weights: int32 [taps, new] each."""
+    scale = old / new
+    spread = max(scale, 1.0)  # a smaller image is smoothed
+    rows = []
+    for pixel in range(new):
+        center = (pixel + 0.5) * scale
+        first = max(0, int(center - SUPPORT * spread + 0.5))
+        last = min(old, int(center + SUPPORT * spread + 0.5))
+        weights = [_bicubic((source - center + 0.5) / spread) for source in range(first, last)]
+        total = sum(weights)
+        rows.append([(first + n, _fixed(weight / total)) for n, weight in enumerate(weights)])
+    taps = max(map(len, rows))
+    table = torch.tensor(
+        [row + [(0, 0)] * (taps - len(row)) for row in rows], dtype=torch.int32, device="cpu"
+    )
+    sources, weights = table.permute(2, 1, 0)
+    return sources.contiguous(), weights.contiguous()
+
+
+def _bicubic(distance: float) -> float:
+    x = abs(distance)
+    if x < 1:
+        return ((SHARPNESS + 2) * x - (SHARPNESS + 3)) * x * x + 1
+    return (((x - 5) * x + 8) * x - 4) * SHARPNESS if x < SUPPORT else 0.0
+
+
+def _fixed(weight: float) -> int:
+    return int(math.copysign(0.5, weight) + weight * (1 << BITS))
