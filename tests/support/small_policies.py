@@ -2,13 +2,14 @@
 
 from pathlib import Path
 
+from parity.eo1.qwen import make_qwen
 from parity.multi_task_dit.clips import make_clips
 from parity.pi0_fast.cases import make_files
 from parity.smolvla.vlms import make_vlms
 from support import small_pi, small_resnet
 from support.tokenizers import make_tokenizer
 
-WITH_CAMERAS = ("vqbet", "pi0", "pi05", "pi0_fast", "smolvla")  # do not work without
+WITH_CAMERAS = ("vqbet", "pi0", "pi05", "pi0_fast", "smolvla", "eo1")  # do not work without
 
 TINY_ACT = [
     small_resnet.FLAG,
@@ -73,6 +74,14 @@ SMALL = {
         "expert_width_multiplier=0.5",
     ],
     "pi0_fast": small_pi.FAST_SETTINGS,
+    "eo1": [
+        "dtype=float32",
+        "chunk_size=8",
+        "n_action_steps=4",
+        "num_denoise_steps=4",
+        "image_min_pixels=784",
+        "image_max_pixels=3136",
+    ],
 }
 
 
@@ -90,4 +99,6 @@ def small_flags(name: str, folder: Path) -> list[str]:
     if name == "smolvla":
         make_vlms(folder)
         flags += [f"--policy.vlm_model_name={folder / 'tiny-vlm'}"]
+    if name == "eo1":
+        flags += [f"--policy.vlm_base={make_qwen(folder / 'tiny-qwen')}"]
     return flags

@@ -22,11 +22,11 @@ POLICIES = {
     "pi05": "flexor.policies.pi0.policy:Pi05",
     "smolvla": "flexor.policies.smolvla.policy:SmolVLA",
     "pi0_fast": "flexor.policies.pi0_fast.policy:Pi0Fast",
+    "eo1": "flexor.policies.eo1.policy:EO1",
 }
 
 ONLY_IN_LEROBOT = (
     *(
-        "eo1",
         "evo1",
         "fastwam",
         "gaussian_actor",

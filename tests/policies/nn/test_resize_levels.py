@@ -7,7 +7,7 @@ from PIL import Image
 
 from flexor.policies.nn.resize_levels import ResizeLevels
 
-SIZES = [
+SIZES = [  # in all of which every version of Pillow begins with the columns
     ((48, 64), (20, 30)),
     ((48, 64), (100, 90)),
     ((31, 77), (31, 20)),
