@@ -17,6 +17,7 @@ from safetensors.torch import load_file
 
 from flexor.evaluate.envs import make_env, observation_to_batch, stack_batch
 from flexor.policies.pretrained import load_pretrained, save_pretrained
+from flexor.policies.weight_names import unique_state
 from parity import flexor_side
 from parity.fill import fill, uniform
 from parity.inputs import BATCH, observation_sequence
@@ -78,7 +79,7 @@ class Exchange:
         with prepared(self.kind, "flexor", self.folder / "files"):
             made = flexor_side.make_policy(self.kind, self.cases[name])
         getattr(self.settings, "fill_policy", fill)(made.policy)
-        weights = made.policy.state_dict()
+        weights = unique_state(made.policy)
         if self.in_bf16(name):  # as exported
             dtypes = made.policy.config.acting_dtypes(
                 {name: weight.dtype for name, weight in weights.items()}

@@ -16,6 +16,7 @@ GRIDS = {
     "one window": [ImageGrid(8, 8)],
     "cut windows": [ImageGrid(10, 18)],
     "two sizes": [ImageGrid(16, 16), ImageGrid(4, 10)],
+    "two alike": [ImageGrid(10, 18), ImageGrid(10, 18)],
     "three cameras": [ImageGrid(8, 12), ImageGrid(8, 12), ImageGrid(2, 2)],
 }
 

@@ -1,8 +1,8 @@
 """The vision transformer of Qwen2.5-VL (Bai et al. 2025, https://arxiv.org/abs/2502.13923).
 
 Most blocks attend within windows of 112 x 112 pixels, a few within the whole image. Patches are put into the order of
-the windows before the first block, so that the windows of one size are a reshape away from a batch. All images of an
-observation go through the blocks as one sequence. Parameter names are those of `transformers`, below `visual.`.
+the windows before the first block, so that the windows of one size are a reshape away from a batch. Images of different
+sizes go through the blocks as one sequence. Parameter names are those of `transformers`, below `visual.`.
 """
 
 from __future__ import annotations
@@ -125,20 +125,22 @@ class VisionAttention(nn.Module):
 
     def forward(self, x: Tensor, rope: Rope, segments: Sequence[Segment]) -> Tensor:
         """x [B, N, width] -> the same shape."""
-        queries, keys, values = self.qkv(x).unflatten(-1, (3, self.heads, -1)).unbind(2)
-        queries, keys = (apply_rope(each.contiguous(), rope) for each in (queries, keys))
+        projected = self.qkv(x).unflatten(-1, (3 * self.heads, -1))  # queries, keys and values
+        rotated = apply_rope(projected[:, :, : 2 * self.heads].contiguous(), rope)
+        values = projected[:, :, 2 * self.heads :]
         sizes = [segment.groups * segment.patches for segment in segments]
-        parts = zip(segments, *(each.split(sizes, dim=1) for each in (queries, keys, values)))
-        return self.proj(torch.cat([_attend(segment, *part) for segment, *part in parts], 1))
+        parts = zip(segments, rotated.split(sizes, dim=1), values.split(sizes, dim=1))
+        return self.proj(torch.cat([_attend(*part) for part in parts], 1))
 
 
-def _attend(segment: Segment, *projected: Tensor) -> Tensor:
-    """Queries, keys and values [B, N, heads, D] -> [B, N, heads * D]."""
-    batch = len(projected[0])
-    q, k, v = (
+def _attend(segment: Segment, rotated: Tensor, values: Tensor) -> Tensor:
+    """Queries and keys [B, N, 2 * heads, D], values [B, N, heads, D] -> [B, N, heads * D]."""
+    batch = len(values)
+    qk, v = (
         each.unflatten(1, (segment.groups, segment.patches)).flatten(0, 1).transpose(1, 2)
-        for each in projected
+        for each in (rotated, values)
     )  # [B * groups, heads, patches, D]
+    q, k = qk.chunk(2, dim=1)
     out = F.scaled_dot_product_attention(q, k, v)
     return out.transpose(1, 2).flatten(2).unflatten(0, (batch, -1)).flatten(1, 2)
 
@@ -185,7 +187,10 @@ class QwenVision(nn.Module):
         self.patch_embed = VisionPatchEmbedding(size.width)
         self.blocks = nn.ModuleList(VisionBlock(size) for _ in range(size.depth))
         self.merger = PatchMerger(size)
-        layout = layout_images(grids, max(1, size.window // (PATCH * MERGE)))
+        equal = len({*grids}) == 1
+        self.images_as_batch = len(grids) if equal else 1
+        """Images of one size do not go through the blocks as one sequence, but side by side."""
+        layout = layout_images(grids[:1] if equal else grids, max(1, size.window // (PATCH * MERGE)))
         self.windows, self.images = layout.windows, layout.images
         cos, sin = rope_2d(layout.rows, layout.columns, size.head_width)
         tables = {"order": layout.order, "inverse": layout.inverse, "cos": cos, "sin": sin}
@@ -195,13 +200,14 @@ class QwenVision(nn.Module):
 
     def forward(self, patches: Tensor) -> Tensor:
         """Patches [B, N, 3 * 14 * 14], see `QwenImages` -> tokens [B, N / 4, output_width]."""
-        tokens = patches.unflatten(1, (-1, MERGE**2)).index_select(1, self.order)
+        count = self.images_as_batch
+        tokens = patches.unflatten(1, (count, -1, MERGE**2)).flatten(0, 1).index_select(1, self.order)
         x = self.patch_embed(tokens.flatten(1, 2)).to(patches.dtype)
         rope = Rope(self.cos[None, :, None], self.sin[None, :, None])
         for number, block in enumerate(self.blocks):
             segments = self.images if number in self.full_attention else self.windows
             x = block(x, rope, segments)
-        return self.merger(x).index_select(1, self.inverse)
+        return self.merger(x).index_select(1, self.inverse).unflatten(0, (-1, count)).flatten(1, 2)
 
 
 def rope_2d(rows: Tensor, columns: Tensor, head_width: int, theta: float = 10_000.0) -> tuple[Tensor, Tensor]:
