@@ -14,6 +14,7 @@ from flexor.policies.eo1.conversation import PROMPT, PROMPT_MASK
 from flexor.policies.eo1.policy import EO1
 from flexor.policies.meta_init import parameters_without_memory
 from flexor.policies.nn import recompute
+from flexor.policies.nn.cast_to_bf16 import cast_to_bf16
 from flexor.policies.pretrained import Pretrained, load_pretrained, save_pretrained
 from parity.eo1.cases import training_batch
 from parity.eo1.qwen import make_qwen
@@ -173,6 +174,22 @@ def test_lower_precision(settings, files):
         assert loss.dtype == actions.dtype == torch.float32
         assert torch.allclose(loss, expected, rtol=0.05) and torch.allclose(actions, chunks, atol=0.3)
         loss.mean().backward()
+
+
+def test_matrices_in_bfloat16(files):
+    """As --weights_dtype=bf16 stores them, and `flexor serve --dtype=bfloat16`."""
+    made = made_of("default", files)
+    batch = batch_of(made, "default", files)
+    expected = losses(made.policy, batch, 1, 2)
+    assert (
+        made.policy.needs_autocast and not made_of("default", files, dtype="bfloat16").policy.needs_autocast
+    )
+    for parameter in made.policy.parameters():
+        parameter.data = parameter.data.bfloat16() if parameter.ndim > 1 else parameter.data
+    with torch.autocast("cpu", torch.bfloat16):
+        assert torch.allclose(losses(made.policy, batch, 1, 2), expected, rtol=0.05)
+        cast_to_bf16(made.policy)
+        assert chunk(made.policy, batch, 1, 2).isfinite().all()
 
 
 def test_the_dtype_of_published_weights(files):
