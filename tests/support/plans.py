@@ -41,6 +41,7 @@ SMALL: dict[str, dict[str, Any]] = {
         "resize_imgs_with_padding": (32, 32),
     },
     "pi0_fast": small_pi.FAST_CONFIG,
+    "eo1": {"vlm_base": "builtin/tiny-qwen", "image_min_pixels": 784, "image_max_pixels": 3136},
 }
 
 
