@@ -10,6 +10,7 @@ between samples. Padding comes first, so that actions have the same places in al
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -44,6 +45,8 @@ WORDS = 25
 """Tokens of Qwen's tokenizer besides images, the task and actions."""
 TASK_TOKENS = 32
 """Tasks are padded to a multiple of this, so that steps have the same shapes."""
+ALIGNED = 16
+"""So is a prompt as a whole: masks of attention and matrix products of other lengths are slower."""
 MOST_TASK_TOKENS = 1000
 
 
@@ -143,16 +146,13 @@ class TokenizeConversation(ProcessingStep):
     def __call__(self, batch: Batch, context: StepContext = ACTING) -> Batch:
         rest, conversation = self._taken_from(batch)
         tasks = {task: self._encode_task(task) for task in dict.fromkeys(conversation.tasks)}
-        length = -(-max(1, *map(len, tasks.values())) // TASK_TOKENS) * TASK_TOKENS
         surroundings = self._surroundings(conversation)
-        chunk = [self._number(ACTION_PAD)] * conversation.chunk
-        rows, first = [], []  # tokens, and the place where padding ends
-        for task in conversation.tasks:
-            padding = length - len(tasks[task])
-            rows.append([0] * padding + surroundings.before + tasks[task] + surroundings.after + chunk)
-            first.append(padding)
-        tokens, starts = torch.tensor(rows), torch.tensor(first)[:, None]
-        place = torch.arange(tokens.shape[1]) - starts  # in the prompt; negative for padding
+        after = surroundings.after + [self._number(ACTION_PAD)] * conversation.chunk
+        length = _padded_length(len(surroundings.before) + len(after), max(map(len, tasks.values())))
+        prompts = [surroundings.before + tasks[task] + after for task in conversation.tasks]
+        tokens = torch.tensor([[0] * (length - len(prompt)) + prompt for prompt in prompts])
+        starts = length - torch.tensor([len(prompt) for prompt in prompts])[:, None]
+        place = torch.arange(length) - starts  # in the prompt; negative for padding
         mask = place >= 0
         for camera, places in surroundings.images.items():
             if f"{camera}_padding_mask" in rest:
@@ -163,7 +163,7 @@ class TokenizeConversation(ProcessingStep):
     def rehearse(self, batch: Batch, context: StepContext = ACTING) -> Batch:
         rest, conversation = self._taken_from(batch)
         images = sum(self._image_tokens(size) for size in conversation.image_sizes.values())
-        shape = len(conversation.tasks), WORDS + images + TASK_TOKENS + conversation.chunk
+        shape = len(conversation.tasks), _padded_length(WORDS + images + conversation.chunk, 1)
         masks = {name: torch.zeros(shape, dtype=torch.bool) for name in (PROMPT_MASK, STATE_MASK)}
         return {**rest, PROMPT: torch.zeros(shape, dtype=torch.int64), **masks}
 
@@ -212,3 +212,9 @@ class TokenizeConversation(ProcessingStep):
     def _number(self, token: str) -> int:
         number: int = self._tokenizer.convert_tokens_to_ids(token)
         return number
+
+
+def _padded_length(constant: int, task: int) -> int:
+    """Tokens of a padded prompt: those that all prompts have, and those of the longest task."""
+    tokens = constant + math.ceil(max(1, task) / TASK_TOKENS) * TASK_TOKENS
+    return math.ceil(tokens / ALIGNED) * ALIGNED
