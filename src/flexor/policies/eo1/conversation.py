@@ -11,9 +11,9 @@ between samples. Padding comes first, so that actions have the same places in al
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 from threading import Lock
 from typing import Any, NamedTuple
 
@@ -48,6 +48,10 @@ TASK_TOKENS = 32
 ALIGNED = 16
 """So is a prompt as a whole: masks of attention and matrix products of other lengths are slower."""
 MOST_TASK_TOKENS = 1000
+
+
+ImageSizes = tuple[tuple[str, tuple[int, int]], ...]
+"""Height and width by camera."""
 
 
 class Conversation(NamedTuple):
@@ -146,7 +150,7 @@ class TokenizeConversation(ProcessingStep):
     def __call__(self, batch: Batch, context: StepContext = ACTING) -> Batch:
         rest, conversation = self._taken_from(batch)
         tasks = {task: self._encode_task(task) for task in dict.fromkeys(conversation.tasks)}
-        surroundings = self._surroundings(conversation)
+        surroundings = self._surroundings(tuple(conversation.image_sizes.items()))
         after = surroundings.after + [self._number(ACTION_PAD)] * conversation.chunk
         length = _padded_length(len(surroundings.before) + len(after), max(map(len, tasks.values())))
         prompts = [surroundings.before + tasks[task] + after for task in conversation.tasks]
@@ -178,10 +182,14 @@ class TokenizeConversation(ProcessingStep):
         grid = choose_grid(*size, MIN_PIXELS if low is None else low, MAX_PIXELS if high is None else high)
         return grid.tokens + 2
 
-    def _surroundings(self, conversation: Conversation) -> Surroundings:
+    @cached_property
+    def _surroundings(self) -> Callable[[ImageSizes], Surroundings]:
+        return lru_cache(maxsize=8)(self._encode_surroundings)
+
+    def _encode_surroundings(self, image_sizes: ImageSizes) -> Surroundings:
         before = self._encode(BEFORE_IMAGES)
         images = {}
-        for camera, size in conversation.image_sizes.items():
+        for camera, size in image_sizes:
             tokens = self._encode(image_text(self._image_tokens(size) - 2))
             images[camera] = slice(len(before), len(before) + len(tokens))
             before = before + tokens
