@@ -27,6 +27,7 @@ PRINT = {
     "src/flexor/core/console.py": "the place for it",
     "src/flexor/data/show/terminal.py": "images, as codes for the terminal",
     "src/flexor/bench/serve_load.py": "numbers, for the process that started it",
+    "src/flexor/bench/decode_alone.py": "numbers, for the process that started it",
 }
 EVIL = "top\x1b[2J\x1b]0;owned\x07\r\x9b31m\u202e"
 SCRIPT = "</script><img src=x onerror=alert(1)>[click](javascript:alert(1)) | `cell` <b>"

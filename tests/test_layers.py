@@ -73,6 +73,8 @@ LAYERS = {
             "checkpoint",
             "announce",
             "datasets",
+            "encode_images",
+            "image_features",
             "build",
             "stopping",
             "hub",

@@ -10,7 +10,7 @@ from support import runs
 PAGE = Path(__file__).parents[1] / "docs/python.md"
 NAMES = {
     *("ACTION", "STATE", "Batch", "ConfigError", "Dataset", "DatasetWriter", "FlexorError", "Kind", "Loss"),
-    *("Noise", "NoiseSource", "Normalization", "ParamGroup", "Policy", "PolicyConfig"),
+    *("ImageEncoder", "Noise", "NoiseSource", "Normalization", "ParamGroup", "Policy", "PolicyConfig"),
     *("PolicyFeature", "Pretrained", "TrainConfig", "load_config", "load_pretrained", "mean_over_valid"),
     *("ProcessingStep", "Session", "StepContext", "act_together", "open_dataset", "processing_step", "train"),
 }

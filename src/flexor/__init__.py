@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from flexor.policies.features import Kind as Kind
     from flexor.policies.features import Normalization as Normalization
     from flexor.policies.features import PolicyFeature as PolicyFeature
+    from flexor.policies.image_encoder import ImageEncoder as ImageEncoder
     from flexor.policies.pretrained import Pretrained as Pretrained
     from flexor.policies.pretrained import load_pretrained as load_pretrained
     from flexor.policies.processing.pipeline import ProcessingStep as ProcessingStep
@@ -50,6 +51,7 @@ _MODULES = {
     "flexor.data.format.writer": ("DatasetWriter",),
     "flexor.policies.base": ("Loss", "ParamGroup", "Policy", "PolicyConfig", "mean_over_valid"),
     "flexor.policies.features": ("Kind", "Normalization", "PolicyFeature"),
+    "flexor.policies.image_encoder": ("ImageEncoder",),
     "flexor.policies.pretrained": ("Pretrained", "load_pretrained"),
     "flexor.policies.processing.pipeline": ("ProcessingStep", "StepContext", "processing_step"),
     "flexor.policies.session": ("Session", "act_together"),

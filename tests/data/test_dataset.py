@@ -206,10 +206,12 @@ def test_depth_maps_of_several_channels_are_left_out_and_named(broken):
 def test_unknown_dtypes_and_missing_columns_are_named(broken):
     features = json.loads((broken / "meta/info.json").read_text())["features"]
     features["language_events"] = {"dtype": "language", "shape": [1], "names": None}
+    features["pose"] = {"dtype": "quaternion", "shape": [4], "names": None}
     features["torque"] = {"dtype": "float32", "shape": [3], "names": None}
     edit_info(broken, features=features)
     dataset = open_dataset(root=broken)
-    assert "dtype 'language'" in dataset.absent["language_events"]
+    assert "annotations are not used" in dataset.absent["language_events"]
+    assert "dtype 'quaternion'" in dataset.absent["pose"]
     assert "no such column" in dataset.absent["torque"]
 
 

@@ -62,6 +62,9 @@ class Draws:
     def to(self, device: object) -> "Draws":
         return self
 
+    def for_batch(self) -> "Draws":
+        return self
+
     def normal(self, name: str, shape: Sequence[int]) -> torch.Tensor:
         return torch.from_numpy(uniform(f"{self.moment}/{name}", tuple(shape), -1.7, 1.7))
 

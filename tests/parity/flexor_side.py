@@ -15,11 +15,11 @@ import torch
 
 from flexor.evaluate.rollout import PolicyActor
 from flexor.policies import policy_class
-from flexor.policies.base import PolicyConfig
+from flexor.policies.base import Policy, PolicyConfig
 from flexor.policies.features import Kind, PolicyFeature
 from flexor.policies.pretrained import Pretrained
 from parity.fill import Draws, fill
-from parity.inputs import ACTION, BATCH, TASKS, observation_sequence, statistics
+from parity.inputs import BATCH, TASKS, action_of, observation_sequence, statistics
 from parity.kinds import cases_of, part
 from parity.records import gradients, group, in_double, record_batch, save
 
@@ -32,7 +32,7 @@ INITIALIZERS = (  # by functions that need not be called: weights are filled in 
 def make_config(kind: str, case: dict) -> PolicyConfig:
     inputs, outputs = (
         {key: PolicyFeature(Kind(kind), shape) for key, (kind, shape) in described.items()}
-        for described in (case["inputs"], ACTION)
+        for described in (case["inputs"], action_of(case))
     )
     settings = {**case["settings"], **case["ours"]}
     return policy_class(kind).Config(**settings, input_features=inputs, output_features=outputs)
@@ -41,7 +41,7 @@ def make_config(kind: str, case: dict) -> PolicyConfig:
 def make_policy(kind: str, case: dict) -> Pretrained:
     config = make_config(kind, case)
     config.validate()
-    before, after = config.pipelines(statistics(case["robot"]), "cpu")
+    before, after = config.pipelines(statistics(case["robot"], action_of(case)), "cpu")
     return Pretrained(policy_class(kind)(config), before, after)
 
 
@@ -61,7 +61,7 @@ def measure_policy(kind: str, case: dict) -> dict:
         pretrained = make_policy(kind, case)
     policy = pretrained.policy
     record: dict = {"parameters": getattr(cases, "fill_policy", fill)(policy)}
-    record["groups"] = [group(policy, each.params, each.overrides) for each in policy.param_groups()]
+    record["groups"] = getattr(special, "groups", groups)(policy)
     record["drop_last"] = policy.config.drop_last_frames
     batch = pretrained.preprocessor({**tensors(cases.training_batch(case)), "task": TASKS})
     record["batch"] = record_batch(batch, case["robot"])
@@ -93,6 +93,10 @@ def measure_policy(kind: str, case: dict) -> dict:
     if case.get("acts", True):
         record["actions"] = act(pretrained, observation_sequence(case["robot"], cases.STEPS))
     return record
+
+
+def groups(policy: Policy) -> list:
+    return [group(policy, each.params, each.overrides) for each in policy.param_groups()]
 
 
 def act(pretrained: Pretrained, observations: dict[str, np.ndarray]) -> list:

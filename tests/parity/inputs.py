@@ -42,20 +42,25 @@ def history(case: dict, moment: str) -> dict[str, np.ndarray]:
     return {key: np.stack([each[key] for each in observations], 1) for key in observations[0]}
 
 
-def actions(steps: int, padded: tuple[int, int]) -> dict[str, np.ndarray]:
+def action_of(case: dict) -> dict:
+    """The action of a case, as a feature."""
+    return case.get("action", ACTION)
+
+
+def actions(steps: int, padded: tuple[int, int], action: dict = ACTION) -> dict[str, np.ndarray]:
     """[B, steps, A] to learn: of the first sample's, the beginning is padding, of the second's the end."""
     is_pad = np.zeros((BATCH, steps), bool)
     is_pad[0, : padded[0]] = is_pad[1, -padded[1] :] = True
     return {
-        "action": uniform("action", (BATCH, steps, *ACTION["action"][1]), -2.0, 1.0),
+        "action": uniform("action", (BATCH, steps, *action["action"][1]), -2.0, 1.0),
         "action_is_pad": is_pad,
     }
 
 
-def statistics(inputs: dict) -> dict[str, dict[str, np.ndarray]]:
+def statistics(inputs: dict, action: dict = ACTION) -> dict[str, dict[str, np.ndarray]]:
     """Ordered as statistics are; a state's first number, which never changes, has no spread."""
     stats = {}
-    for key, (kind, shape) in {**inputs, **ACTION}.items():
+    for key, (kind, shape) in {**inputs, **action}.items():
         size = (shape[0], 1, 1) if kind == "VISUAL" else shape
         middle = uniform(f"{key}/mean", size, 0.3, 0.6)
         spread = uniform(f"{key}/std", size, 0.2, 0.4)

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 
 from parity.fill import fill
-from parity.inputs import ACTION, BATCH, TASKS, observation_sequence, statistics
+from parity.inputs import BATCH, TASKS, action_of, observation_sequence, statistics
 from parity.kinds import cases_of, part
 from parity.records import gradients, group, in_double, record_batch, save
 
@@ -35,7 +35,7 @@ def make_policy(kind: str, case: dict) -> Made:
     config = make_config(kind, case)
     stats = {
         key: {name: torch.from_numpy(value) for name, value in values.items()}
-        for key, values in statistics(case["robot"]).items()
+        for key, values in statistics(case["robot"], action_of(case)).items()
     }
     return Made(get_policy_class(kind)(config), *make_pre_post_processors(config, dataset_stats=stats))
 
@@ -46,7 +46,7 @@ def make_config(kind: str, case: dict) -> Any:
 
     inputs, outputs = (
         {key: PolicyFeature(FeatureType(kind), shape) for key, (kind, shape) in described.items()}
-        for described in (case["inputs"], ACTION)
+        for described in (case["inputs"], action_of(case))
     )
     settings = dict(case["settings"])
     modes = settings.pop("normalization_mapping")

@@ -43,7 +43,7 @@ def train(dataset: Path, run: Path, tiny: Sequence[str], *more: str) -> Path:
     return run
 
 
-FOLDERS = ("act", "diffusion", "vqbet", "tdmpc", "multi_task_dit", "pi0", "pi0_fast", "smolvla")
+FOLDERS = ("act", "diffusion", "vqbet", "tdmpc", "multi_task_dit", "pi0", "pi0_fast", "smolvla", "xvla")
 SERVER = multiprocessing.get_context("forkserver")
 SERVER.set_forkserver_preload(
     [

@@ -6,10 +6,10 @@ from parity.eo1.qwen import make_qwen
 from parity.multi_task_dit.clips import make_clips
 from parity.pi0_fast.cases import make_files
 from parity.smolvla.vlms import make_vlms
-from support import small_pi, small_resnet
+from support import small_pi, small_resnet, small_xvla
 from support.tokenizers import make_tokenizer
 
-WITH_CAMERAS = ("vqbet", "pi0", "pi05", "pi0_fast", "smolvla", "eo1")  # do not work without
+WITH_CAMERAS = ("vqbet", "pi0", "pi05", "pi0_fast", "smolvla", "eo1", "xvla")  # do not work without
 
 TINY_ACT = [
     small_resnet.FLAG,
@@ -82,6 +82,7 @@ SMALL = {
         "image_min_pixels=784",
         "image_max_pixels=3136",
     ],
+    "xvla": small_xvla.SETTINGS,
 }
 
 
@@ -91,7 +92,7 @@ def small_flags(name: str, folder: Path) -> list[str]:
     if name == "multi_task_dit":
         make_clips(folder)
         flags += [f"--policy.{kind}_encoder_name={folder / 'tiny-clip'}" for kind in ("vision", "text")]
-    if name in ("pi0", "pi05"):
+    if name in ("pi0", "pi05", "xvla"):
         flags += [f"--policy.tokenizer_name={make_tokenizer(folder)}"]
     if name == "pi0_fast":
         make_files(files := folder / "files")

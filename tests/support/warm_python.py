@@ -115,7 +115,7 @@ def _be(request: dict[str, Any], streams: list[int], change: Change | None) -> N
         torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", 1)))
         option, module, *arguments = [word for word in request["arguments"] if word != "-u"]
         assert option == "-m", f"{request['arguments']}: only -m MODULE can be started like this"
-        sys.argv = [module, *(change(arguments) if change and module == "flexor" else arguments)]
+        sys.argv = [module, *(change(arguments) if change else arguments)]
         runpy.run_module(module, run_name="__main__", alter_sys=True)
         code = 0
     except SystemExit as leaving:

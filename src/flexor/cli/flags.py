@@ -6,6 +6,7 @@ import argparse
 import os
 import re
 from collections.abc import Collection, Mapping
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 from flexor.core.errors import ConfigError
@@ -108,7 +109,9 @@ def read_count(flag: str, text: str, least: int) -> int:
 def robot_flags(group: Any) -> None:
     """The flags that describe a robot, for verbs that need no dataset."""
     group.add_argument(
-        "--cameras", metavar="NxHxW", help="number of cameras, height, width (default 2x480x640)"
+        "--cameras",
+        metavar="NxHxW",
+        help="number of cameras, height, width (default 2x480x640)",
     )
     group.add_argument(
         "--state", type=int, metavar="N", help="number of values in the robot's state (default 14)"
@@ -138,9 +141,13 @@ def described_run(parsed: argparse.Namespace, settings: Mapping[str, Any]) -> tu
     from dataclasses import replace
 
     from flexor.config.parse import config_from_flags
-    from flexor.plan.data.imagined_robot import Robot, parse_cameras
+    from flexor.plan.data.imagined_robot import Robot, parse_cameras, usual_robot
 
+    config = config_from_flags({**settings, "dataset.repo_id": "planned/dataset"})
+    if all(getattr(parsed, name) is None for name in ROBOT):
+        with suppress(ConfigError):  # below is the error of the default robot
+            robot, policy = usual_robot(config.policy)
+            return replace(config, policy=policy), robot
     state, action = (14 if size is None else size for size in (parsed.state, parsed.action))
     robot = Robot(*parse_cameras(parsed.cameras or "2x480x640"), state, action)
-    config = config_from_flags({**settings, "dataset.repo_id": "planned/dataset"})
     return replace(config, policy=robot.fill_in(config.policy)), robot

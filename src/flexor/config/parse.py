@@ -12,11 +12,21 @@ from flexor.config.lerobot_flags import ALIASES, drop_ignored
 from flexor.config.lerobot_runtime import NESTED
 from flexor.config.optimizer import resolve_optimizer, resolve_scheduler
 from flexor.config.schema import GROUPS, TrainConfig, validate
+from flexor.config.setting_names import setting_names, suggestion
 from flexor.core.errors import CheckpointError, ConfigError
 from flexor.core.foreign_files import read_text, read_yaml
 from flexor.core.run_files import CHECKPOINTS, POLICY_CONFIG, PRETRAINED, RUN_CONFIG, newest_checkpoints
 from flexor.core.trust import require_trust, settled, trust
-from flexor.core.typed import Partial, Text, closest, coerce, field_types, from_plain, load_yaml, parse_yaml
+from flexor.core.typed import (
+    Partial,
+    Text,
+    UnknownSetting,
+    coerce,
+    field_types,
+    from_plain,
+    load_yaml,
+    parse_yaml,
+)
 from flexor.data.format.episode_list import episode_setting
 from flexor.policies import PolicyConfig, policy_class
 from flexor.policies.external import is_code, short_name
@@ -170,7 +180,6 @@ def _names_other_data(layer: dict[str, Any], flat: dict[str, Any]) -> bool:
 
 
 def _build(flat: dict[str, Any]) -> TrainConfig:
-    _check_groups(flat)
     use_amp = coerce(flat.pop("policy.use_amp", False), bool, "policy.use_amp")
     if use_amp and "precision" not in flat:
         flat["precision"] = "bf16"
@@ -178,12 +187,12 @@ def _build(flat: dict[str, Any]) -> TrainConfig:
         flat[key] = _read_episodes(key, flat[key])
     _read_list_of_datasets(flat)
     check_rename_map(flat)
-    tree = nest(flat)
-    policy_settings = tree.pop("policy", {})
-    policy = _build_policy(policy_settings, flat.get("policy_path"))
-    config = _with_dataset_renames(from_plain(TrainConfig, {**tree, "policy": policy}))
+    try:
+        config = _read_settings(flat)
+    except UnknownSetting as error:
+        raise _with_suggestion(error, flat) from None
     validate(config)
-    job_name = config.job_name
+    policy, job_name = config.policy, config.job_name
     if job_name is None and is_code(policy.type):
         job_name = short_name(policy.type)  # a type with a path in it can't name a folder
     return replace(
@@ -194,14 +203,24 @@ def _build(flat: dict[str, Any]) -> TrainConfig:
     )
 
 
-def _check_groups(flat: dict[str, Any]) -> None:
-    """Report a misspelt group as typed. The settings inside a group are checked later, with its type."""
-    types = field_types(TrainConfig)
+def _read_settings(flat: dict[str, Any]) -> TrainConfig:
     for key, value in flat.items():
         group, _, name = key.partition(".")
-        if name and group not in types:
-            valid = [f"{g}.{name}" for g in GROUPS]
-            raise ConfigError(f"Unknown setting {key}={value!r}. {closest(key, valid)}")
+        if name and group not in field_types(TrainConfig):
+            raise UnknownSetting(key, value)  # as typed
+    tree = nest(flat)
+    policy = _build_policy(tree.pop("policy", {}), flat.get("policy_path"))
+    return _with_dataset_renames(from_plain(TrainConfig, {**tree, "policy": policy}))
+
+
+def _with_suggestion(error: UnknownSetting, flat: dict[str, Any]) -> ConfigError:
+    """The error with the name that was meant, of all settings."""
+    group = error.name.rpartition(".")[0]
+    in_value = group.partition(".")[0] in field_types(TrainConfig) and group not in GROUPS
+    if in_value or (group == "policy" and flat.get("policy_path") is not None):
+        return error  # it is compared with fewer names, which are the right ones
+    names = setting_names(policy_class(str(flat.get("policy.type", DEFAULT_POLICY))).Config)
+    return UnknownSetting(error.name, error.value, suggestion(error.name, names))
 
 
 def check_rename_map(flat: dict[str, Any]) -> None:

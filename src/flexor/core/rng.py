@@ -58,6 +58,7 @@ class NoiseSource(Protocol):
     def normal(self, name: str, shape: Sequence[int]) -> Tensor: ...
     def uniform(self, name: str, shape: Sequence[int]) -> Tensor: ...
     def integers(self, name: str, shape: Sequence[int], high: int) -> Tensor: ...
+    def for_batch(self) -> NoiseSource: ...
 
 
 class Noise:
@@ -71,6 +72,14 @@ class Noise:
     def to(self, device: torch.device) -> Noise:
         """The same noise, drawn on another device."""
         return Noise(self.seed, self.step, self.sample_ids.to(device))
+
+    def for_batch(self) -> Noise:
+        """Noise that all samples of a step share: it draws for a batch of one."""
+        assert isinstance(self.step, int), "samples of different steps share nothing"
+        return Noise(self.seed, self.step, self._shared_id())
+
+    def _shared_id(self) -> Tensor:
+        return torch.full((1,), -1, device=self.sample_ids.device)  # the id of no sample
 
     def _uniform_bits(self, name: str, shape: Sequence[int]) -> Tensor:
         """Integers in [0, 2^24) of this shape; the leading dimension is the batch."""
@@ -140,6 +149,9 @@ class GraphNoise(Noise):
 
     def to(self, device: torch.device) -> Noise:
         return GraphNoise(self.keys, self.sample_ids.to(device))
+
+    def for_batch(self) -> Noise:
+        return GraphNoise(self.keys, self._shared_id())
 
     def _key(self, name: str) -> int | Tensor:
         return self.keys.of(name)

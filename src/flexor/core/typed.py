@@ -98,6 +98,14 @@ def changeable(cls: Any, where: str = "") -> list[str]:
     return keys
 
 
+class UnknownSetting(ConfigError):
+    """A setting that does not exist."""
+
+    def __init__(self, name: str, value: Any, hint: str = ""):
+        super().__init__(f"Unknown setting {name}={value!r}. {hint}")
+        self.name, self.value = name, value
+
+
 def closest(name: str, names: Iterable[str]) -> str:
     """The hint "Did you mean ...?", or the list of all names if none is similar."""
     names = list(names)
@@ -115,9 +123,8 @@ def from_plain(cls: type[T], data: Any, where: str = "") -> T:
     values = {}
     for key, value in data.items():
         if key not in types_of:
-            valid = [join(where, name) for name in types_of]
-            raise ConfigError(
-                f"Unknown setting {join(where, key)}={value!r}. {closest(join(where, key), valid)}"
+            raise UnknownSetting(
+                join(where, key), value, closest(join(where, key), (join(where, n) for n in types_of))
             )
         partly = isinstance(value, Partial) and _is_dict(types_of[key])
         default = (getattr(cls(), key) or {}) if partly else {}

@@ -25,6 +25,9 @@ class CacheConfig:
     """Scale images to HEIGHTxWIDTH, such as 224x224, for the cache and for training."""
     format: Literal["raw", "jpeg"] = "raw"
     """How frames are cached: raw, or jpeg, which is lossy and slower, and takes about a fifth of the space."""
+    features: Literal["auto", "off", "ram", "disk", "gpu"] = setting("auto", may_change=True)
+    """Encode each image once, before the first step, if the policy's image encoder is frozen: where its features are
+    kept. auto: in ram or on disk, if there is enough room and the run reads each image more than once. off: never."""
 
 
 @dataclass(frozen=True)

@@ -23,6 +23,7 @@ POLICIES = {
     "smolvla": "flexor.policies.smolvla.policy:SmolVLA",
     "pi0_fast": "flexor.policies.pi0_fast.policy:Pi0Fast",
     "eo1": "flexor.policies.eo1.policy:EO1",
+    "xvla": "flexor.policies.xvla.policy:XVLA",
 }
 
 ONLY_IN_LEROBOT = (
@@ -37,7 +38,7 @@ ONLY_IN_LEROBOT = (
         "vla_jepa",
         "wall_x",
     ),
-    *("xvla", "reward_classifier"),
+    "reward_classifier",
 )
 """LeRobot's types of policies that Flexor does not have."""
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Hashable, Mapping
+from collections.abc import Collection, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from math import inf
 from types import MappingProxyType
@@ -18,6 +18,7 @@ from flexor.core.rng import NoiseSource
 from flexor.core.typed import setting
 from flexor.policies.adapters import ALL_LINEAR
 from flexor.policies.features import Kind, Normalization, PolicyFeature
+from flexor.policies.image_encoder import ImageEncoder
 from flexor.policies.lerobot_settings import LerobotSetting
 from flexor.policies.processing.normalize import Normalize, Unnormalize
 from flexor.policies.processing.pipeline import POSTPROCESSOR, PREPROCESSOR, Pipeline, ProcessingStep, Stats
@@ -52,6 +53,8 @@ class PolicyConfig:
     reads_camera_masks: ClassVar[bool] = False
     """Whether the policy ignores images that a sample does not have: `<camera>_padding_mask` [B] is False there."""
 
+    draws_by_place: ClassVar[bool] = False
+    """Whether what a sample draws in training depends on its place in the global batch: `BATCH_PLACE` is then in it."""
     takes_depth: ClassVar[bool] = False
     """Whether depth maps are inputs of the policy: float32 [1, H, W], in the unit of dataset.depth_output_unit."""
     same_operations: ClassVar[bool] = True
@@ -131,6 +134,10 @@ class PolicyConfig:
     def optimizer_preset(self) -> dict[str, Any]:
         """Default settings of the optimizer."""
         raise NotImplementedError
+
+    def lerobot_optimizer(self) -> dict[str, Any]:
+        """LeRobot's type and further settings of AdamW with the same groups of parameters, where they differ."""
+        return {}
 
     def scheduler_preset(self) -> dict[str, Any]:
         """Default settings of the learning-rate schedule."""
@@ -237,6 +244,17 @@ class PolicyConfig:
         """These settings as LeRobot can read them, for the same policy."""
         return self
 
+    def check_columns(self, columns: Mapping[str, Any]) -> None:
+        """Refuse a dataset whose columns, numpy arrays by name, the policy can't learn from."""
+
+    def with_saved_steps(self, steps: Sequence[Mapping[str, Any]]) -> Self:
+        """The settings of a checkpoint, completed by its processing before the policy: `registry_name` and `config`."""
+        return self
+
+    def adapted(self, step: ProcessingStep) -> ProcessingStep:
+        """A step of a checkpoint's processing, with what these settings say otherwise."""
+        return step
+
     def can_act_without(self, names: Collection[str]) -> bool:
         """Whether these inputs may be missing in an observation."""
         return not names
@@ -311,6 +329,10 @@ class ParamGroup:
 
     params: list[nn.Parameter]
     overrides: dict[str, Any] = field(default_factory=dict)
+    factors: dict[str, float] = field(default_factory=dict)
+    """What the run's settings are multiplied by."""
+    name: str | None = None
+    """Its name in the optimizer's state, where LeRobot's groups have names."""
 
 
 class Policy(nn.Module):
@@ -343,6 +365,21 @@ class Policy(nn.Module):
     def forward(self, batch: Batch, noise: NoiseSource) -> Loss:
         """The loss. Wrappers such as DDP call this."""
         return self.loss(batch, noise)
+
+    def image_encoder(self) -> ImageEncoder | None:
+        """What `encode_images` depends on; None: the policy has nothing that sees each image alone.
+
+        If none of its weights is trained, a run may encode each image once (`train/encode_images.py`).
+        """
+        return None
+
+    def encode_images(self, images: Tensor) -> Tensor:
+        """Processed images of one camera [N, C, H, W] -> their features [N, ...].
+
+        `loss` takes features [B, (T,) ...] instead of images, as `core.batch.IMAGE_FEATURES` and the camera's name.
+        Under autocast they are in its type: a matrix product or convolution takes them next.
+        """
+        raise NotImplementedError
 
     def begin_step(self, step: int) -> None:
         """Called before every optimizer step, for a policy that trains in phases or updates a target network."""

@@ -24,9 +24,13 @@ CHECK = "Check for overridden settings that change the network."
 
 def names_in_file(policy: Policy, weights: Mapping[str, Tensor], file: WeightFiles) -> dict[str, str]:
     """The name in the file of each of the policy's weights. Refuses a file with others."""
-    present = {name: tuple(tensor.shape) for name, tensor in file.described().items()}
-    ties = aliases_of(policy)
     adapter = policy.weight_names
+    present = {
+        name: tuple(reversed(tensor.shape)) if name in adapter.transposed else tuple(tensor.shape)
+        for name, tensor in file.described().items()
+        if name not in adapter.ignored
+    }
+    ties = aliases_of(policy)
     names = {name: adapter.name_in_file(name, present, ties.get(name, ())) for name in weights}
     described = {name: torch.empty_like(tensor, device="meta") for name, tensor in weights.items()}
     unused = {adapter.name_in_file(name, present) for name in adapter.unused_weights(described)}

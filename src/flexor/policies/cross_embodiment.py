@@ -29,8 +29,9 @@ class CrossEmbodimentConfig(ChunkConfig):
     def validate(self) -> None:
         super().validate()
         self.require(1, "max_state_dim", "max_action_dim")
-        if self.input_features and not (self.images and self.state):
-            raise self.missing_input(f"{STATE} and a camera (observation.images...)")
+        if self.input_features and not (self.images and (self.state or not self.reads_state)):
+            state = f"{STATE} and " if self.reads_state else ""
+            raise self.missing_input(f"{state}a camera (observation.images...)")
         self.check_padding()
 
     @property
@@ -43,6 +44,16 @@ class CrossEmbodimentConfig(ChunkConfig):
         """The cameras without the empty ones."""
         empty = self.empty_camera_names
         return {name: feature for name, feature in super().images.items() if name not in empty}
+
+    @property
+    def reads_state(self) -> bool:
+        """Whether the policy needs the robot's state."""
+        return True
+
+    def most_values(self, name: str) -> tuple[int, str]:
+        """How many values the state or the action may have, and the setting that says so."""
+        setting = "max_state_dim" if name == STATE else "max_action_dim"
+        return getattr(self, setting), f"policy.{setting}"
 
     @property
     def resizes_images(self) -> bool:
@@ -68,17 +79,13 @@ class CrossEmbodimentConfig(ChunkConfig):
 
     def check_padding(self) -> None:
         """Refuse states and actions that are larger than the weights support."""
-        sizes = {
-            STATE: ("max_state_dim", self.state),
-            ACTION: ("max_action_dim", self.output_features.get(ACTION)),
-        }
-        for name, (limit, feature) in sizes.items():
-            largest = getattr(self, limit)
-            if feature is not None and (len(feature.shape) != 1 or feature.shape[0] > largest):
+        for name, feature in {STATE: self.state, ACTION: self.output_features.get(ACTION)}.items():
+            most, setting = self.most_values(name)
+            if feature is not None and (len(feature.shape) != 1 or feature.shape[0] > most):
                 raise ConfigError(
                     f"{name} has the shape {list(feature.shape)}, but {self.type} supports at most "
-                    f"policy.{limit}={largest} values. Trained weights can't be enlarged: with --policy.path, use "
-                    f"fewer values; without it, set a larger policy.{limit}."
+                    f"{setting}={most} values. Trained weights can't be enlarged: with --policy.path, use "
+                    f"fewer values; without it, set a larger {setting}."
                 )
 
     def fitted(self, inputs: Features, outputs: Features) -> Self:
@@ -130,7 +137,7 @@ class CrossEmbodimentConfig(ChunkConfig):
         log.info(
             "%s has %s values in the dataset and %s in the policy: padded to %d",
             *(name, *("x".join(map(str, feature.shape)) for feature in (new, old))),
-            self.max_state_dim if name == STATE else self.max_action_dim,
+            self.most_values(name)[0],
         )
 
 

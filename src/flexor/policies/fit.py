@@ -87,6 +87,7 @@ def fit_to_dataset(
                 "resize the dataset, or train a new policy on it."
             )
     policy.validate()
+    policy.check_columns(dataset.columns)
     return policy
 
 

@@ -6,7 +6,7 @@ import functools
 import json
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any, get_type_hints
 
@@ -33,6 +33,7 @@ from flexor.core.run_files import (
     find_last,
     newest_checkpoints,
 )
+from flexor.core.tensors import copy_part
 from flexor.core.trust import is_trusted, settled
 from flexor.core.typed import Partial, from_plain, to_plain
 from flexor.core.weight_files import WeightFiles
@@ -210,6 +211,8 @@ def read_config(path: str, overrides: dict[str, Any] | None = None) -> PolicyCon
         settings = _without_unknown_settings(folder, cls, settings)
         config = from_plain(cls, {**settings, **changes}, "policy")
         check_sizes(config)
+        if (file := folder / f"{PREPROCESSOR}.json").is_file():
+            config = config.with_saved_steps(read_steps(file))
         config.validate()
     except MALFORMED as error:
         raise CheckpointError(f"{folder / POLICY_CONFIG} makes no {cls.type} policy: {error!r}") from error
@@ -287,7 +290,8 @@ def load_pretrained(path: str, device: str = "cpu", overrides: dict[str, Any] | 
     folder = find_folder(path)
     verify(folder)
     config = read_config(str(folder), overrides)
-    before = Pipeline.load(folder, PREPROCESSOR).to(device)
+    before = Pipeline.load(folder, PREPROCESSOR)
+    before = replace(before, steps=[config.adapted(step) for step in before.steps]).to(device)
     after = Pipeline.load(folder, POSTPROCESSOR).connect(before)
     with without_initial_weights(config):
         policy = make_policy(config)
@@ -363,7 +367,10 @@ def load_weights(policy: Policy, folder: Path) -> None:
         return
     names, weights = check_weights(policy, folder), WeightFiles(folder)
     check_ties(policy, names, weights)
-    weights.fill(_weights_of(policy), names)
+    tensors, transposed = _weights_of(policy), policy.weight_names.transposed
+    weights.fill({name: tensor for name, tensor in tensors.items() if names[name] not in transposed}, names)
+    for name in [name for name in tensors if names[name] in transposed]:
+        copy_part(tensors[name], weights.read(names[name]).mT)
     init_adapters(policy)
     round_frozen(policy)
 

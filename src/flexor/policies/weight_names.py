@@ -33,6 +33,12 @@ class WeightNames:
     aliases: Mapping[str, Sequence[str]] = field(default_factory=dict)
     """Other names that files may have for a weight. Those of a tied weight need no alias."""
     unused: Sequence[UnusedWeight] = ()
+    older: Callable[[str], Sequence[str]] = lambda _: ()
+    """The names that a weight has in files of earlier versions."""
+    transposed: Collection[str] = ()
+    """Names in files of matrices that are transposed there."""
+    ignored: Collection[str] = ()
+    """Names in files of what a policy does not need, and has no place for."""
 
     def name_in_file(self, name: str, present: Collection[str], ties: Sequence[str] = ()) -> str:
         """The name of a weight in a file with the names `present`; its own if there is none of its names.
@@ -40,6 +46,7 @@ class WeightNames:
         `ties` are further names of the same weight in the policy.
         """
         names = [name, *ties, *self.aliases.get(name, ())]
+        names += [older for each in (name, *ties) for older in self.older(each)]
         candidates = [each.removeprefix(prefix) for each in names for prefix in ("", self.optional_prefix)]
         return next((each for each in candidates if each in present), name)
 

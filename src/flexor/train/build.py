@@ -38,6 +38,7 @@ from flexor.policies.processing.pipeline import Pipeline, Stats
 from flexor.train.checkpoint.state import TrainState
 from flexor.train.compile import compile_blocks
 from flexor.train.engine.base import Engine
+from flexor.train.image_features import choose_features, fill_features
 from flexor.train.optim.bf16_copies import DEVICES, Bf16Copies
 from flexor.train.optim.ema import EMA
 from flexor.train.optim.optimizers import build_optimizer
@@ -152,11 +153,22 @@ def pick_strategy(config: TrainConfig, processes: Processes, device: torch.devic
 
 
 def build_loader(state: TrainState, training: Dataset, held_out: Dataset | None) -> Loader:
-    """The loader of the run's batches. Rank 0 chooses the settings that were left open; all ranks use its choice."""
+    """The loader of the run's batches. If it reads features of images, all of them are encoded here."""
+    features = choose_features(state, training)
+    loader = _choose_loader(state, training, held_out, reads_frames=features is None)
+    if features is not None and not fill_features(features, state, loader):
+        loader = _choose_loader(state, training, held_out, reads_frames=True)
+    return loader
+
+
+def _choose_loader(
+    state: TrainState, training: Dataset, held_out: Dataset | None, reads_frames: bool
+) -> Loader:
+    """Rank 0 chooses the settings that were left open; all ranks use its choice."""
     settings, opened = state.config.dataset, []
 
     def choose() -> dict[str, Any]:
-        loader = _open_loader(state, settings, training, held_out)
+        loader = _open_loader(state, settings, training, held_out, reads_frames)
         opened.append(loader)
         left_open = settings.cache.tier == "auto" and loader.tier != "none"
         return {
@@ -165,11 +177,17 @@ def build_loader(state: TrainState, training: Dataset, held_out: Dataset | None)
         }
 
     choice = state.engine.processes.share(choose)
-    return opened[0] if opened else _open_loader(state, with_settings(settings, choice), training, held_out)
+    if opened:
+        return opened[0]
+    return _open_loader(state, with_settings(settings, choice), training, held_out, reads_frames)
 
 
 def _open_loader(
-    state: TrainState, settings: DatasetConfig, training: Dataset, held_out: Dataset | None
+    state: TrainState,
+    settings: DatasetConfig,
+    training: Dataset,
+    held_out: Dataset | None,
+    reads_frames: bool,
 ) -> Loader:
     config, engine, split = state.config, state.engine, state.split
     cameras, deltas = sample_of(config.policy, config.rename_map)
@@ -188,6 +206,7 @@ def _open_loader(
         drop_last_frames=config.policy.drop_last_frames,
         also=[held_out] if held_out is not None else [],
         host_steps=state.host_steps,
+        reads_frames=reads_frames,
     )
 
 

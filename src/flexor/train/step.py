@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from flexor.core.batch import SAMPLE_ID, SAMPLE_WEIGHT, VALID_STEPS, Batch
+from flexor.core.batch import BATCH_PLACE, SAMPLE_ID, SAMPLE_WEIGHT, VALID_STEPS, Batch
 from flexor.core.rng import Noise
 from flexor.monitor.meters import Meters
 from flexor.policies.nn.recompute import DROPOUT
@@ -36,7 +36,7 @@ def optimizer_step(
     Returns this rank's part of the loss, and the norm of the whole gradient.
     """
     state.policy.begin_step(state.step)
-    figures = (compute or compute_step)(state, micro_batches)
+    figures = (compute or compute_step)(state, with_places(state, micro_batches))
     state.scheduler.step()
     for name, part in figures.parts.items():
         meters.add(name, part, summed=True)
@@ -74,11 +74,25 @@ def set_rates(state: TrainState) -> None:
         state.ema.begin_step()
 
 
+def with_places(state: TrainState, micro_batches: list[Batch]) -> list[Batch]:
+    """The micro-batches with the places of their samples in the global batch, if the policy needs them."""
+    if not state.config.policy.draws_by_place:
+        return micro_batches
+    total = state.split.global_batch
+    return [
+        {**batch, BATCH_PLACE: (torch.arange(len(batch[SAMPLE_ID])) + _first_place(state, micro)) / total}
+        for micro, batch in enumerate(micro_batches)
+    ]
+
+
+def _first_place(state: TrainState, micro: int) -> int:
+    """The place of a micro-batch's first sample in the global batch."""
+    return state.engine.rank * state.split.share + micro * state.split.batch_size
+
+
 def seed_dropout(state: TrainState, micro: int) -> None:
     """Dropout depends on the step and the place in the global batch."""
-    split = state.split
-    first = state.engine.rank * split.share + micro * split.batch_size
-    state.engine.seed_dropout(state.config.seed, state.step, first)
+    state.engine.seed_dropout(state.config.seed, state.step, _first_place(state, micro))
     DROPOUT.begin_pass()
 
 

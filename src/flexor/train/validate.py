@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from flexor.core.batch import ACTION, SAMPLE_ID, VALID_STEPS, Batch
+from flexor.core.batch import ACTION, BATCH_PLACE, SAMPLE_ID, VALID_STEPS, Batch
 from flexor.core.rng import Noise, NoiseSource
 from flexor.core.tensors import local
 from flexor.data.dataset import Dataset
@@ -78,7 +78,9 @@ def held_out_loss(state: TrainState, dataset: Dataset, max_samples: int = 0) -> 
             part = rows[start + engine.rank * size :][:size]
             # sharded ranks compute together: a rank without rows computes one that does not count
             samples = to_tensors(dataset.read(part if len(part) else rows[:1], deltas, cameras))
-            batch = state.preprocessor({**samples, VALID_STEPS: valid})
+            first = start + engine.rank * size
+            places = torch.arange(first, first + len(samples[SAMPLE_ID])) / len(rows)
+            batch = state.preprocessor({**samples, VALID_STEPS: valid, BATCH_PLACE: places})
             noise = Noise(config.seed, 0, batch[SAMPLE_ID])
             with engine.autocast():
                 total += state.policy.loss(batch, noise).per_sample.float().sum() * (len(part) > 0)

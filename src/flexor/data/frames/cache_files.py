@@ -51,9 +51,10 @@ class CachePlan:
         """The header that the files must have to be usable."""
         key = self.key
         size = list(key.size) if key.size else None
+        content = {"fingerprint": key.fingerprint, "camera": key.camera, "size": size, "jpeg": key.jpeg}
         return {
             "version": VERSION,
-            "key": {"fingerprint": key.fingerprint, "camera": key.camera, "size": size, "jpeg": key.jpeg},
+            "key": {**content, "features": key.features} if key.features else content,
             "frames": self.frames,
             "slot": self.slot,
             "layout": json.loads(json.dumps(self.layout)),

@@ -64,10 +64,12 @@ class CacheKey:
     size: tuple[int, int] | None  # height and width, None: as recorded
     jpeg: int | None = None  # JPEG quality, None: raw planes
     dataset: str = field(default="", compare=False)  # its name, for messages
+    features: str = ""  # a hash of what made features of the frames; empty: these are frames
 
     @property
     def folder_name(self) -> str:
         content = [VERSION, self.fingerprint, self.camera, self.size, self.jpeg]
+        content += [self.features] if self.features else []
         return hashlib.sha256(json.dumps(content).encode()).hexdigest()[:20]
 
 
@@ -86,6 +88,7 @@ class CacheInfo:
     frames: int = 0
     ready: int = 0
     expected: int = 0  # bytes, once its users have stored everything they will store
+    features: bool = False  # of the frames, not the frames themselves
     broken: bool = False
 
     def to_json(self) -> dict[str, Any]:
@@ -256,7 +259,7 @@ def render(infos: list[CacheInfo]) -> str:
         when = time.strftime("%Y-%m-%d %H:%M", time.localtime(info.last_used))
         state = "in use" if info.in_use else "broken" if info.broken else ""
         filled = f"{info.ready} of {info.frames}"
-        form = "raw" if info.jpeg is None else "jpeg"
+        form = "features" if info.features else "raw" if info.jpeg is None else "jpeg"
         cells = ["?", "?", "?", "?", "?"] if info.broken else [info.dataset, info.camera, size, form, filled]
         rows.append([*cells, f"{info.nbytes / 1e9:.3f}", when, state, info.folder])
     total = sum(info.nbytes for info in infos)
@@ -284,6 +287,7 @@ def _inspect(cache: Path) -> CacheInfo:
         ready = frames - (cache / "ready").read_bytes().count(0)
         size = tuple(key["size"]) if key["size"] else None
         facts = (header["dataset"], key["camera"], size, key["jpeg"], frames, ready, header["expected"])
+        features = bool(key.get("features"))
     except (OSError, KeyError, TypeError):
         return CacheInfo(cache, is_used, nbytes, last_used, broken=True)
-    return CacheInfo(cache, is_used, nbytes, last_used, *facts)
+    return CacheInfo(cache, is_used, nbytes, last_used, *facts, features)

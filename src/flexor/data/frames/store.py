@@ -55,6 +55,15 @@ class CameraCache(Protocol):
     def close(self) -> None: ...
 
 
+class StoredFormat(Protocol):
+    """How one frame of a camera is stored, as bytes."""
+
+    @property
+    def nbytes(self) -> int: ...
+    @property
+    def picture_bytes(self) -> int: ...
+
+
 class FrameStore:
     """Frames of all cameras. Safe to use from many threads at once."""
 
@@ -92,6 +101,10 @@ class FrameStore:
             if camera not in self._formats:
                 self._formats[camera] = self._probe(camera)
             return self._formats[camera]
+
+    def stored_format(self, camera: str) -> StoredFormat:
+        """What caches and slots hold of a frame: its planes, or something that was made of it."""
+        return self.format(camera)
 
     def set_rgb(self, rgb: bool) -> None:
         """Whether frames are converted to RGB right after decoding. Training on a CPU needs that, because windows
@@ -138,15 +151,15 @@ class FrameStore:
 
     def view(self, camera: str, frame: int) -> np.ndarray:
         """The planes of a cached frame, uint8 [nbytes]; read-only. Use it inside `retry_if_truncated`."""
-        cache, format = self.caches[camera], self.format(camera)
+        cache = self.caches[camera]
         data = cache.view(frame)
         if data is not None and not cache.jpeg:
             return data
-        planes = np.empty(format.nbytes, np.uint8)
+        planes = np.empty(self.stored_format(camera).nbytes, np.uint8)
         if data is None:
             self._decode_again(camera, np.array([frame]), planes[None])
         else:
-            decode_jpeg(format, data, planes)
+            decode_jpeg(self.format(camera), data, planes)
         return planes
 
     def gather(self, camera: str, ids: np.ndarray, out: np.ndarray) -> None:

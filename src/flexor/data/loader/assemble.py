@@ -18,7 +18,9 @@ from torch import Tensor
 
 from flexor.core.batch import SAMPLE_WEIGHT, VALID_STEPS, Batch
 from flexor.data.dataset import Dataset
+from flexor.data.frames.features import FeatureFormat
 from flexor.data.frames.slots import Buffers
+from flexor.data.frames.store import FrameStore
 from flexor.data.loader.decoded_frames import DecodedFrames
 from flexor.data.loader.packed import Packed, pack
 from flexor.data.loader.step import StepGroup
@@ -64,17 +66,19 @@ class Batcher:
         counters: Counter[str],
         valid_steps: Callable[[range], list[float] | None],
         weight_scale: Callable[[int], float],
+        store: FrameStore | None = None,
     ):
-        self.dataset, self.deltas = dataset, dict(deltas)
+        """`store`: what images are read from, instead of the dataset's."""
+        self.dataset, self.deltas, self.store = dataset, dict(deltas), store or dataset.store
         self.batch_size, self.device, self.jobs = batch_size, device, max(1, jobs)
         self.host_steps = host_steps
         self.valid_steps, self.weight_scale = valid_steps, weight_scale
-        self.frame_finder = FrameFinder(dataset.store, frames, on_bad_frame, counters)
+        self.frame_finder = FrameFinder(self.store, frames, on_bad_frame, counters)
         self.buffers = Buffers()
         cuda = device is not None and device.type == "cuda"
         self.stream = torch.cuda.Stream(device) if cuda else None
         planes = (cuda or device is None) and not (host_steps is not None and host_steps.uses_images)
-        self.stager = Stager(dataset.store, self.stream, self.jobs) if planes else None
+        self.stager = Stager(self.store, self.stream, self.jobs) if planes else None
 
     def start(self, group: StepGroup) -> list[Job]:
         """Jobs that fill in the images of a group."""
@@ -149,11 +153,16 @@ class Batcher:
         if frames.camera not in self.deltas:
             for staged in images:
                 staged.index = staged.index[:, 0]
-        group.images[frames.camera] = [*images]
+        format = self.store.stored_format(frames.camera)
+        name = format.name if isinstance(format, FeatureFormat) else frames.camera
+        group.images[name] = [*images]
         return jobs
 
     def _fill_on_cpu(self, group: StepGroup, frames: StepFrames, samples: np.ndarray) -> list[Job]:
-        format = self.dataset.store.format(frames.camera)
+        stored_format = self.store.stored_format(frames.camera)
+        if isinstance(stored_format, FeatureFormat):
+            return self._fill_features(group, frames, stored_format)
+        format = self.store.format(frames.camera)
         shape = (*frames.ids.shape, format.height, format.width, format.channels)
         pixels = self.buffers.take(shape, format.dtype)
         images = torch.from_numpy(pixels).movedim(-1, -3)  # [b, T, C, H, W]
@@ -161,17 +170,33 @@ class Batcher:
         group.images[frames.camera] = list(images.split(self.batch_size))
         parts = np.array_split(samples, min(self.jobs, len(samples)))
         convert = [partial(self._convert, frames, part, pixels) for part in parts]
-        return [partial(self.dataset.store.retry_if_truncated, frames.camera, job) for job in convert]
+        return [partial(self.store.retry_if_truncated, frames.camera, job) for job in convert]
+
+    def _fill_features(self, group: StepGroup, frames: StepFrames, format: FeatureFormat) -> list[Job]:
+        count, steps = frames.ids.shape
+        rows = self.buffers.take((count * steps, format.nbytes))
+        features = format.tensors(torch.from_numpy(rows)).unflatten(0, (count, steps))  # [b, T, ...]
+        features = features if frames.camera in self.deltas else features[:, 0]
+        group.images[format.name] = list(features.split(self.batch_size))
+
+        def copy() -> None:
+            if frames.all_cached:
+                self.store.gather(frames.camera, frames.ids.ravel(), rows)
+                return
+            for place, row in enumerate(rows):
+                row[:] = np.asarray(frames.planes(self.store, *divmod(place, steps)))
+
+        return [copy]
 
     def _convert(self, frames: StepFrames, samples: np.ndarray, out: np.ndarray) -> None:
-        format = self.dataset.store.format(frames.camera)
+        format = self.store.format(frames.camera)
         for i in samples.tolist():
             converted: dict[int, int] = {}  # padding repeats a frame
             for t, frame in enumerate(frames.ids[i].tolist()):
                 if frame in converted and (i, t) not in frames.replacements:
                     out[i, t] = out[i, converted[frame]]
                     continue
-                to_rgb(format, np.asarray(frames.planes(self.dataset.store, i, t)), out[i, t])
+                to_rgb(format, np.asarray(frames.planes(self.store, i, t)), out[i, t])
                 converted[frame] = t
 
 

@@ -26,7 +26,7 @@ class DecodedFrames:
 
     def __init__(self, store: FrameStore, pool: Pool, cameras: Sequence[str]):
         self.pool = pool
-        self._nbytes = {camera: store.format(camera).nbytes for camera in cameras}
+        self._nbytes = {camera: store.stored_format(camera).nbytes for camera in cameras}
         self._tables = {camera: SlotTable(store.frames) for camera in cameras}
 
     def add(self, piece: Piece, force: bool = False) -> bool:

@@ -23,6 +23,7 @@ from flexor.core.batch import ACTION, SAMPLE_WEIGHT, Batch
 from flexor.data.dataset import Dataset
 from flexor.data.format.windows import window_rows
 from flexor.data.frames.decode_processes import DecodeProcesses
+from flexor.data.frames.features import FeatureStore
 from flexor.data.frames.slots import Pool
 from flexor.data.loader.assemble import Batcher, HostSteps, to_tensors
 from flexor.data.loader.decoded_frames import DecodedFrames
@@ -44,6 +45,7 @@ GROUP_SAMPLES = 256  # of steps that are handled together
 GROUP_BYTES = 64 << 20  # of their images
 AHEAD_STEPS = 64  # planned ahead, if the pool has room
 DEFAULT_POOL = 1 << 30
+PLANNED_SAMPLES = 1 << 18  # of an order that are looked at together
 WEIGHT_EPSILON = 1e-6  # LeRobot's, added to a sum of weights
 KEPT_POOLS = 4  # per sample of a batch: there is at most one lane per sample, with one pool in use
 
@@ -97,7 +99,7 @@ class Loader(StepPlanner):
         in_processes: bool = False,
         host_steps: HostSteps | None = None,
     ):
-        self.dataset = dataset
+        self.dataset, self.store = dataset, dataset.store
         self.deltas = {name: list(steps) for name, steps in deltas.items()}
         self.cameras = list(dataset.cameras if cameras is None else cameras)
         self.batch_size = batch_size
@@ -131,7 +133,7 @@ class Loader(StepPlanner):
         processes = DecodeProcesses(self.num_workers) if self.in_processes else None
         memory = None if processes is None else processes.memory
         self.pool = Pool(self.pool_bytes, self.device if self.decoded_on_gpu else None, memory)
-        frames = DecodedFrames(self.dataset.store, self.pool, self.cameras)
+        frames = DecodedFrames(self.store, self.pool, self.cameras)
         self._steps, grouped = range(start, stop), self._grouped
         batcher = Batcher(
             self.dataset,
@@ -145,10 +147,11 @@ class Loader(StepPlanner):
             counters=self._counters,
             valid_steps=self._valid_steps,
             weight_scale=self._weight_scale,
+            store=self.store,
         )
         feed: Prefetcher[list[list[Batch] | Exception]] = Prefetcher(
             self,
-            self.dataset.store,
+            self.store,
             frames,
             batcher.start,
             batcher.finish,
@@ -175,7 +178,7 @@ class Loader(StepPlanner):
             self._syncing.start()
 
     def _sync(self) -> None:
-        for cache in self.dataset.store.caches.values():
+        for cache in self.store.caches.values():
             cache.sync()
 
     def close(self) -> None:
@@ -183,9 +186,25 @@ class Loader(StepPlanner):
         self.dataset.store.repeats.tell(last=True)
         if self._syncing is not None:
             self._syncing.join()
-        caches, self.dataset.store.caches = self.dataset.store.caches, {}
+        caches, self.store.caches = self.store.caches, {}
         for cache in caches.values():
             cache.close()
+
+    def read_features(self, store: FeatureStore, tier: str) -> None:
+        """From here on, batches have features of images instead of them. Call it before `steps`."""
+        self.store, self.tier = store, tier
+        self.decoded_on_gpu = self.in_processes = False
+
+    def frames_read(self, start: int, stop: int) -> dict[str, np.ndarray]:
+        """The distinct frames of each camera that optimizer steps start ... stop - 1 of all ranks read, ascending."""
+        needed = np.zeros(len(self.rows), bool)
+        stride = max(1, PLANNED_SAMPLES // self.global_batch)
+        for first in range(start, stop, stride):
+            steps = min(stop, first + stride) - first
+            needed[self.order.samples(first * self.global_batch, steps * self.global_batch)] = True
+            if needed.all():
+                break
+        return {camera: np.unique(ids) for camera, ids in self._frames(self.rows[needed]).items()}
 
     def progress(self, step: int) -> dict[str, DatasetProgress]:
         """How much of each dataset was used before a step; empty if there is only one."""
@@ -227,7 +246,7 @@ class Loader(StepPlanner):
     def counters(self) -> dict[str, Any]:
         """Frames and bytes read so far; CPU seconds of decoding and conversion; and seconds that decoding waited for
         files, and for the interpreter or a core."""
-        count, store = self._counters, self.dataset.store
+        count, store = self._counters, self.store
         return {
             **{name: count[name] for name in ("decoded", "delivered", "misses")},
             "hits": max(0, count["delivered"] - count["misses"]),
@@ -236,7 +255,7 @@ class Loader(StepPlanner):
             "pool_bytes": self.pool.used,
             "pool_peak_bytes": self.pool.peak,
             "cache_bytes": sum(
-                cache.count * store.format(name).nbytes for name, cache in store.caches.items()
+                cache.count * store.stored_format(name).nbytes for name, cache in store.caches.items()
             ),
             "decode_s": count["decode_us"] / 1e6,
             "convert_s": count["convert_us"] / 1e6,
@@ -331,8 +350,8 @@ class Loader(StepPlanner):
     @cached_property
     def _step_bytes(self) -> int:
         """Of a step's images as RGB, at least 1."""
-        formats = [(self.dataset.store.format(c), len(self.deltas.get(c, [0]))) for c in self.cameras]
-        pictures = sum(f.height * f.width * f.channels * steps for f, steps in formats)
+        formats = [(self.store.stored_format(c), len(self.deltas.get(c, [0]))) for c in self.cameras]
+        pictures = sum(format.picture_bytes * steps for format, steps in formats)
         return max(1, pictures * self.batch_size * self.accumulation)
 
 

@@ -48,9 +48,11 @@ def open_loader(
     drop_last_frames: int = 0,
     also: Sequence[Dataset] = (),
     host_steps: HostSteps | None = None,
+    reads_frames: bool = True,
 ) -> Loader:
     """The batches of a run. `also` are selections of the same dataset whose frames are cached too.
 
+    `reads_frames`: false if it will read features of them. The order of samples is the same.
     `host_steps` process batches before they go to the device; if they read images, frames stay in host memory.
     """
     device = None if device is None else torch.device(device)
@@ -58,10 +60,13 @@ def open_loader(
     cameras = list(cameras)
     dataset.store.set_rgb(frame_device is not None and frame_device.type != "cuda")
     local = int(os.environ.get("LOCAL_WORLD_SIZE", world_size))
-    tier = "none"
+    tier, on_gpu, in_processes = "none", False, False
     if cameras:
-        tier = open_tier(dataset, settings.cache, cameras, frame_device, [dataset, *also], local)
-    on_gpu = bool(cameras) and decodes_on_gpu(dataset, settings.decoder, cameras, frame_device, local)
+        selections, reads_none = [dataset, *also], not reads_frames
+        tier = open_tier(dataset, settings.cache, cameras, frame_device, selections, local, reads_none)
+    if cameras and reads_frames:
+        on_gpu = decodes_on_gpu(dataset, settings.decoder, cameras, frame_device, local)
+        in_processes = decodes_in_processes(dataset, settings, cameras, tier, num_workers)
     camera_deltas = {camera: list(deltas.get(camera, [0])) for camera in cameras}
     samples: dict[str, Any] = {"drop_last_frames": drop_last_frames, "seed": seed, "tier": tier}
     batch = batch_size * accumulation * world_size
@@ -81,7 +86,7 @@ def open_loader(
         pool_bytes=pool // local,
         on_bad_frame=settings.on_bad_frame,
         decoded_on_gpu=on_gpu,
-        in_processes=bool(cameras) and decodes_in_processes(dataset, settings, cameras, tier, num_workers),
+        in_processes=in_processes,
         host_steps=host_steps,
         **samples,
     )
@@ -144,14 +149,22 @@ def open_tier(
     device: torch.device | None,
     selections: Sequence[Dataset],
     local_ranks: int = 1,
+    choose_only: bool = False,
 ) -> str:
-    """Open the chosen tier, or with auto the first with enough room, and log why. If it fails, stream frames."""
+    """Open the chosen tier, or with auto the first with enough room, and log why. If it fails, stream frames.
+
+    `choose_only`: just say which, for a run that reads no frames while it trains.
+    """
     store = dataset.store
     count = sum(len(selection) for selection in selections)
     sizes = {camera: store.format(camera).nbytes for camera in cameras}
     keys = _keys(dataset, cache, cameras)
     need = int(count * sum(n * (1 if keys[c].jpeg is None else JPEG_SHARE) for c, n in sizes.items()))
-    tier = _pick_tier(cache, need, keys, count) if cache.tier == "auto" else cache.tier
+    tier, why = _pick_tier(cache, need, keys, count) if cache.tier == "auto" else (cache.tier, None)
+    if choose_only:
+        return tier
+    if why is not None:
+        log.info(why)
     if tier == "stream":
         return "stream"
     if tier == "gpu" and (device is None or device.type != "cuda"):
@@ -183,26 +196,28 @@ def open_tier(
     return tier
 
 
-def _pick_tier(cache: CacheConfig, need: int, keys: Mapping[str, CacheKey], count: int) -> str:
-    memory, disk = _budget(cache, free_memory() // 4), _budget(cache, disk_budget())
+def _pick_tier(
+    cache: CacheConfig, need: int, keys: Mapping[str, CacheKey], count: int
+) -> tuple[str, str | None]:
+    """The first tier with enough room; why not an earlier one."""
+    memory, disk = budget(cache, free_memory() // 4), budget(cache, disk_budget())
     ready = {info.folder: info.ready for info in list_caches()}
     if all(ready.get(disk_folder() / key.folder_name, 0) >= count for key in keys.values()):
-        return "disk"  # all frames are cached already
+        return "disk", None  # all frames are cached already
     if need <= memory:
-        return "ram"
+        return "ram", None
     if need <= disk:
-        text = "frames take %s, more than the memory budget of %s: caching on disk"
-        log.info(text, gigabytes(need), gigabytes(memory))
-        return "disk"
-    log.info(
-        "frames take %s, more than the budget in memory (%s) and on disk (%s): streaming, each frame is decoded once "
-        "per epoch. --dataset.cache.size=224x224 or --dataset.cache.format=jpeg would make them smaller",
-        *map(gigabytes, (need, memory, disk)),
+        more = f"frames take {gigabytes(need)}, more than the memory budget of {gigabytes(memory)}"
+        return "disk", f"{more}: caching on disk"
+    return "stream", (
+        f"frames take {gigabytes(need)}, more than the budget in memory ({gigabytes(memory)}) and on disk "
+        f"({gigabytes(disk)}): streaming, each frame is decoded once per epoch. --dataset.cache.size=224x224 or "
+        "--dataset.cache.format=jpeg would make them smaller"
     )
-    return "stream"
 
 
-def _budget(cache: CacheConfig, default: int) -> int:
+def budget(cache: CacheConfig, default: int) -> int:
+    """The bytes that a cache may take: `default`, unless the settings say otherwise."""
     return default if cache.gb is None else int(cache.gb * 1e9)
 
 
@@ -235,7 +250,7 @@ def _open_caches(
     total = sum(format.nbytes for format in formats.values())
     shares = {camera: need * format.nbytes // total for camera, format in formats.items()}
     if folder is not None:
-        limit = _budget(cache, max(need, disk_budget()))  # requested explicitly, it may take all free space
+        limit = budget(cache, max(need, disk_budget()))  # requested explicitly, it may take all free space
         if not make_room(folder, {keys[camera]: share for camera, share in shares.items()}, limit):
             raise DatasetError(f"{folder} has no room for {gigabytes(need)}")
     return {

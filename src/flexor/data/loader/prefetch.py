@@ -259,7 +259,7 @@ class Prefetcher(Generic[T]):
         self.request_group = group
         for camera, frames in piece.ids.items():
             self.request_frames += len(frames)
-            self.request_bytes += len(frames) * self.store.format(camera).nbytes
+            self.request_bytes += len(frames) * self.store.stored_format(camera).nbytes
         enough = REQUEST_BYTES if self.in_processes else 0
         if self.request_frames >= FRAMES and self.request_bytes >= enough:
             self._start()

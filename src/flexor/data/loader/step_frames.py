@@ -144,7 +144,7 @@ class FrameFinder:
                 piece, frame = group.pieces[i], int(ids[i, t])
                 if (piece is not None and frame in piece.ids[camera]) or (i, t) in replacements[camera]:
                     continue
-                planes = np.empty(self.store.format(camera).nbytes, np.uint8)
+                planes = np.empty(self.store.stored_format(camera).nbytes, np.uint8)
                 bad = self.store.decode(camera, np.array([frame]), [planes].__getitem__)
                 if bad:
                     self._replace(replacements[camera], (i, t), camera, frame, bad[0], piece)
@@ -157,7 +157,7 @@ class FrameFinder:
         """The nearest frame of the same episode that can be decoded."""
         store = self.store
         episode = int(store.episode_of(np.array([frame]))[0])
-        planes = np.empty(store.format(camera).nbytes, np.uint8)
+        planes = np.empty(store.stored_format(camera).nbytes, np.uint8)
         bad = piece.bad.get(camera, {}) if piece is not None else {}
         candidates = range(store.first_frame_of(episode), int(store.ends[episode]))
         for candidate in sorted(candidates, key=lambda candidate: abs(candidate - frame)):

@@ -15,9 +15,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from flexor.data.frames.features import FeatureFormat
 from flexor.data.frames.gpu_cache import GPUFrameCache
 from flexor.data.frames.slots import Buffers
-from flexor.data.frames.store import FrameStore
+from flexor.data.frames.store import FrameStore, StoredFormat
 from flexor.data.loader.step_frames import StepFrames
 from flexor.data.video.on_device import rgb_on_device
 from flexor.data.video.planes import PlaneFormat
@@ -34,7 +35,7 @@ class Staged:
     What will be transferred is in pinned memory: from other memory, the copy would wait for the GPU.
     """
 
-    format: PlaneFormat
+    format: StoredFormat
     index: Tensor  # int64 [b] or [b, T] index of the distinct frame
     host: Tensor  # uint8 [h, nbytes]
     decoded: Tensor | None = None  # uint8 [d, nbytes], on the GPU
@@ -42,14 +43,14 @@ class Staged:
     cached_rows: Tensor | None = None  # int64 [k] rows of the GPU's frame cache
 
     def on(self, device: torch.device) -> Tensor:
-        """RGB uint8 [b, (T,) C, H, W] on the device, or depths float32."""
+        """RGB uint8 [b, (T,) C, H, W] on the device, depths float32, or features [b, (T,) ...]."""
         parts = [self.host.to(device, non_blocking=True)] if len(self.host) else []
         if self.decoded is not None:
             parts.append(self.decoded)
         if self.gpu_cache is not None and self.cached_rows is not None:
             parts.append(self.gpu_cache.planes[self.cached_rows.to(device, non_blocking=True)])
         planes = parts[0] if len(parts) == 1 else torch.cat(parts)
-        return rgb_on_device(self.format, planes)[self.index.to(device, non_blocking=True)]
+        return _as_tensors(self.format, planes)[self.index.to(device, non_blocking=True)]
 
 
 class Stager:
@@ -71,7 +72,7 @@ class Stager:
         batches = np.arange(len(frames.ids) // batch_size)
         edges = np.searchsorted(places[:, 0] // batch_size, [*batches, len(batches)])
         index = index - np.repeat(edges[:-1], batch_size)[:, None]
-        format, host_places = self.store.format(frames.camera), places[kinds == HOST]
+        format, host_places = self.store.stored_format(frames.camera), places[kinds == HOST]
         rows = len(host_places)
         # the maximum size, so that the next group can reuse it
         memory = self._memory(index.size, format.nbytes) if rows else torch.empty((0, 0), dtype=torch.uint8)
@@ -143,7 +144,7 @@ class Stager:
         """The frames to copy, in parts for the threads. A small copy costs less than handing it to a thread."""
         max_parts, cache = self.jobs, self.store.caches.get(camera)
         if cache is None or not cache.jpeg:
-            max_parts = min(max_parts, -(-count * self.store.format(camera).nbytes // COPY_BYTES))
+            max_parts = min(max_parts, -(-count * self.store.stored_format(camera).nbytes // COPY_BYTES))
         return _slices(count, max_parts)
 
     def _copy(self, frames: StepFrames, places: np.ndarray, out: np.ndarray) -> None:
@@ -170,6 +171,14 @@ class Stager:
                 [torch.as_tensor(frames.planes(self.store, i, t)) for i, t in places.tolist()]
             )
             self.stream.synchronize()
+
+
+def _as_tensors(format: StoredFormat, planes: Tensor) -> Tensor:
+    """Bytes of frames [n, nbytes] -> images, or features of them."""
+    if isinstance(format, FeatureFormat):
+        return format.tensors(planes)
+    assert isinstance(format, PlaneFormat)
+    return rgb_on_device(format, planes)
 
 
 def _slices(count: int, max_parts: int) -> list[slice]:

@@ -80,6 +80,11 @@ class PlaneFormat:
             return pixels * DEPTH_PIXELS[self.layout].itemsize
         return pixels * 3 // 2 if self.layout == "yuv420p" else pixels * self.channels
 
+    @property
+    def picture_bytes(self) -> int:
+        """Of the converted image."""
+        return self.height * self.width * self.channels
+
     @cached_property
     def planes(self) -> tuple[tuple[int, int, int], ...]:
         """(first byte, rows, bytes per row) of every plane."""

@@ -40,7 +40,10 @@ class Robot:
         )
 
 
-USUAL = (Robot(), Robot(cameras=1), Robot(cameras=1, height=480, width=480))
+USUAL = (
+    *(Robot(), Robot(height=256, width=256)),
+    *(Robot(cameras=1), Robot(cameras=1, height=480, width=480)),
+)
 
 
 def usual_robot(policy: PolicyConfig) -> tuple[Robot, PolicyConfig]:

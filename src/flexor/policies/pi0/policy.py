@@ -16,13 +16,19 @@ from torch import Tensor, nn
 from flexor.core.batch import ACTION, STATE, Batch
 from flexor.core.rng import NoiseSource
 from flexor.policies.base import Loss, Policy, without_padding
+from flexor.policies.image_encoder import ImageEncoder
 from flexor.policies.nn.flow import FlowToNoise
 from flexor.policies.nn.real_time import prefix_guidance
 from flexor.policies.nn.resize import padded
 from flexor.policies.pi0.config import Pi0Config, Pi05Config, PiConfig
 from flexor.policies.pi0.network import Pi0Network, Pi05Network, PiNetwork
 from flexor.policies.vlm.paligemma_names import PI_NAMES
-from flexor.policies.vlm.paligemma_policy import apply_settings, prefill_batch
+from flexor.policies.vlm.paligemma_policy import (
+    apply_settings,
+    encode_images,
+    image_encoder,
+    prefill_batch,
+)
 
 
 class PiPolicy(Policy):
@@ -68,6 +74,12 @@ class PiPolicy(Policy):
         prefix = prefill_batch(self.model.paligemma_with_expert.vlm, self.config, batch)
         state = padded(batch[STATE], self.config.max_state_dim)
         return partial(self.model.velocity, prefix=prefix, state=state)
+
+    def image_encoder(self) -> ImageEncoder:
+        return image_encoder(self.model.paligemma_with_expert.vlm, self.config)
+
+    def encode_images(self, images: Tensor) -> Tensor:
+        return encode_images(self.model.paligemma_with_expert.vlm, self.config, images)
 
     def shard_units(self) -> list[nn.Module]:
         return self.model.paligemma_with_expert.blocks()

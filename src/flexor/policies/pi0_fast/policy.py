@@ -20,6 +20,7 @@ from flexor.core.log import log
 from flexor.core.rng import NoiseSource
 from flexor.policies.autoregressive import AutoregressivePolicy
 from flexor.policies.base import Loss
+from flexor.policies.image_encoder import ImageEncoder
 from flexor.policies.nn.fast_tokens import FastTokenizer, load_fast_tokenizer
 from flexor.policies.nn.kv_cache import StaticKVCache
 from flexor.policies.nn.transformer import Transformer
@@ -28,7 +29,12 @@ from flexor.policies.pi0_fast.config import Pi0FastConfig
 from flexor.policies.vlm.backbone import PrefixCache, decode_suffix
 from flexor.policies.vlm.paligemma import PALIGEMMA, PaliGemma
 from flexor.policies.vlm.paligemma_names import OPENPI_NAMES
-from flexor.policies.vlm.paligemma_policy import apply_settings, prefill_batch
+from flexor.policies.vlm.paligemma_policy import (
+    apply_settings,
+    encode_images,
+    image_encoder,
+    prefill_batch,
+)
 
 LOSS_CHUNK = 1024  # tokens whose logits are computed together: a token has 257,152 of them
 SEGMENT = 8  # tokens after which the host asks whether all samples are finished: it waits for the answer
@@ -214,6 +220,12 @@ class Pi0Fast(AutoregressivePolicy):
             return logits.argmax(-1)
         cumulative = (logits / self.config.temperature).softmax(-1).cumsum(-1)
         return torch.searchsorted(cumulative, uniform.to(logits)[:, None] * cumulative[:, -1:]).squeeze(1)
+
+    def image_encoder(self) -> ImageEncoder:
+        return image_encoder(self.paligemma.model, self.config)
+
+    def encode_images(self, images: Tensor) -> Tensor:
+        return encode_images(self.paligemma.model, self.config, images)
 
     def shard_units(self) -> list[nn.Module]:
         return self.paligemma.model.blocks()

@@ -9,7 +9,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from flexor.core.batch import ACTION, IMAGE_PREFIX, Batch
+from flexor.core.batch import ACTION, IMAGE_FEATURES, IMAGE_PREFIX, Batch
 from flexor.policies.processing.pipeline import ACTING, Pipeline, ProcessingStep, StepContext, processing_step
 
 SUFFIXES = ("", "_is_pad", "_padding_mask")  # after the name of an observation: its values, and masks of them
@@ -97,7 +97,8 @@ class ToDevice(ProcessingStep):
         if is_byte_image(key, value):
             value = value.contiguous()  # cameras give [H, W, C]: a GPU reorders them faster than a host
             return value if keeps_bytes else float_image(value).to(dtype)
-        return value.to(dtype) if value.is_floating_point() else value
+        converted = value.is_floating_point() and not key.startswith(IMAGE_FEATURES)
+        return value.to(dtype) if converted else value
 
 
 def is_byte_image(key: str, value: Any) -> bool:

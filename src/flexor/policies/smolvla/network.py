@@ -152,7 +152,8 @@ class SmolVLANetwork(nn.Module):
         # to the state's type: autocast and bfloat16 weights would round sums
         text_embeds = vlm.embed_tokens(observation.tokens).to(observation.state.dtype)
         cameras = observation.cameras
-        image_embeds = vlm.embed_images(torch.cat(cameras.images)).unflatten(0, (-1, batch))
+        embed_images = vlm.embed_features if cameras.encoded else vlm.embed_images
+        image_embeds = embed_images(torch.cat(cameras.images)).unflatten(0, (-1, batch))
         image_embeds = image_embeds.to(text_embeds.dtype)  # [N, B, T, width]
         full = observation.token_mask.new_ones(batch, image_embeds.shape[2])
         embeds, masks = [], []

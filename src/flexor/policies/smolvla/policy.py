@@ -22,13 +22,14 @@ from flexor.core.rng import NoiseSource
 from flexor.core.weight_files import load_tensors
 from flexor.policies.adapters import is_adapter
 from flexor.policies.base import Loss, Policy, action_padding, mean_over_valid, without_padding
+from flexor.policies.image_encoder import ImageEncoder
 from flexor.policies.nn.flow import FlowToNoise
 from flexor.policies.nn.real_time import prefix_guidance
 from flexor.policies.nn.resize import padded
 from flexor.policies.processing.tokenize import TASK_MASK, TASK_TOKENS
 from flexor.policies.smolvla.config import SmolVLAConfig
 from flexor.policies.smolvla.network import Observation, SmolVLANetwork
-from flexor.policies.vlm.cameras import prepare_cameras
+from flexor.policies.vlm.cameras import prepare_cameras, prepare_images
 from flexor.policies.vlm.smolvlm_size import smolvlm_files
 
 
@@ -58,10 +59,24 @@ class SmolVLA(Policy):
         chunk = self.flow.sample(partial(self.model.velocity, context=context), shape, noise, state, guidance)
         return chunk[..., : self.config.action.shape[0]]
 
+    def image_encoder(self) -> ImageEncoder:
+        settings = {"size": self._image_size, "rounds_in_bf16": self.model.rounds_in_bf16}
+        return ImageEncoder(self.model.vlm_with_expert.vlm.image_encoder(), settings)
+
+    def encode_images(self, images: Tensor) -> Tensor:
+        return self.model.vlm_with_expert.vlm.encode_images(
+            prepare_images(images, self._image_size, "left-top")
+        )
+
+    @property
+    def _image_size(self) -> tuple[int, int] | None:
+        """Height and width."""
+        resize = self.config.resize_imgs_with_padding
+        return None if resize is None else (resize[1], resize[0])
+
     def _prepare(self, batch: Batch) -> Observation:
-        config, resize = self.config, self.config.resize_imgs_with_padding
-        size = None if resize is None else (resize[1], resize[0])
-        cameras = prepare_cameras(config.type, config.cameras, batch, size, "left-top")
+        config = self.config
+        cameras = prepare_cameras(config.type, config.cameras, batch, self._image_size, "left-top")
         # as in LeRobot: a camera that is missing has a place only if empty_cameras keeps one
         placeholders = min(len(config.cameras) - len(cameras.images), config.empty_cameras)
         state = padded(batch[STATE], config.max_state_dim)

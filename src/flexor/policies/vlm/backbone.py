@@ -41,6 +41,18 @@ class VisionLanguageModel(nn.Module):
 
     def embed_images(self, images: Tensor) -> Tensor:
         """Images as the model takes them -> tokens [..., width]."""
+        return self.embed_features(self.encode_images(images))
+
+    def encode_images(self, images: Tensor) -> Tensor:
+        """Images as the model takes them -> their features, which a linear layer or the decoder takes next."""
+        raise NotImplementedError
+
+    def embed_features(self, features: Tensor) -> Tensor:
+        """Features of images -> tokens [..., width]."""
+        raise NotImplementedError
+
+    def image_encoder(self) -> list[nn.Module]:
+        """What `encode_images` consists of."""
         raise NotImplementedError
 
     def embed_tokens(self, tokens: Tensor) -> Tensor:

@@ -64,9 +64,16 @@ class PaliGemma(VisionLanguageModel):
     def decoder(self) -> Transformer:
         return self.language_model
 
-    def embed_images(self, images: Tensor) -> Tensor:
-        """Images [N, 3, H, W] in -1..1 -> [N, patches, D]."""
-        return self.multi_modal_projector["linear"](self.vision_tower["vision_model"](images))
+    def encode_images(self, images: Tensor) -> Tensor:
+        """Images [N, 3, H, W] in -1..1 -> [N, patches, vision width]."""
+        return self.vision_tower["vision_model"](images)
+
+    def embed_features(self, features: Tensor) -> Tensor:
+        """[N, patches, vision width] -> [N, patches, D]."""
+        return self.multi_modal_projector["linear"](features)
+
+    def image_encoder(self) -> list[nn.Module]:
+        return [self.vision_tower]
 
     def vision_blocks(self) -> list[nn.Module]:
         vision = self.vision_tower["vision_model"]
@@ -74,10 +81,19 @@ class PaliGemma(VisionLanguageModel):
         return vision.layers()
 
     def prefill(
-        self, images: Tensor, tokens: Tensor, token_mask: Tensor, camera_mask: Tensor | None = None
+        self,
+        images: Tensor,
+        tokens: Tensor,
+        token_mask: Tensor,
+        camera_mask: Tensor | None = None,
+        encoded: bool = False,
     ) -> PrefixCache:
-        """Images [B, N, 3, H, W], text tokens [B, L], and which of them are not padding: [B, N] and [B, L]."""
-        image_embeds = self.embed_images(images.flatten(0, 1)).unflatten(0, images.shape[:2]).flatten(1, 2)
+        """Images [B, N, 3, H, W], text tokens [B, L], and which of them are not padding: [B, N] and [B, L].
+
+        `encoded`: instead of images, their features [B, N, patches, vision width].
+        """
+        embed = self.embed_features if encoded else self.embed_images
+        image_embeds = embed(images.flatten(0, 1)).unflatten(0, images.shape[:2]).flatten(1, 2)
         text_embeds = self.embed_tokens(tokens).to(image_embeds.dtype)
         x = torch.cat((image_embeds, text_embeds), dim=1)
         image_mask = token_mask.new_ones(image_embeds.shape[:2])

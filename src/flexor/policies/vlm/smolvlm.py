@@ -30,9 +30,26 @@ class SmolVLM(VisionLanguageModel):
     def decoder(self) -> Transformer:
         return self.model.text_model
 
-    def embed_images(self, images: Tensor) -> Tensor:
-        """Images [N, 3, H, W] in -1..1 -> [N, T, width], scaled as text is."""
-        return self.model.connector(self.model.vision_model(images)) * self.image_scale
+    def encode_images(self, images: Tensor) -> Tensor:
+        """Images [N, 3, H, W] in -1..1 -> [N, T, width], or [N, patches, vision width] if the connector is trained."""
+        patches = self.model.vision_model(images)
+        return self._connect(patches) if self._connector_is_frozen else patches
+
+    def embed_features(self, features: Tensor) -> Tensor:
+        """-> [N, T, width]."""
+        return features if self._connector_is_frozen else self._connect(features)
+
+    def image_encoder(self) -> list[nn.Module]:
+        return [self.model.vision_model, *([self.model.connector] if self._connector_is_frozen else [])]
+
+    @property
+    def _connector_is_frozen(self) -> bool:
+        """Then its output is encoded: it has fewer and narrower tokens than its input."""
+        return not any(weight.requires_grad for weight in self.model.connector.parameters())
+
+    def _connect(self, patches: Tensor) -> Tensor:
+        """[N, patches, vision width] -> [N, T, width], scaled as text is."""
+        return self.model.connector(patches) * self.image_scale
 
     def embed_tokens(self, tokens: Tensor) -> Tensor:
         return super().embed_tokens(tokens) * self.size.text.width**0.5

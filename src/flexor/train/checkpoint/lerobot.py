@@ -49,7 +49,9 @@ def _sample_weighting(config: TrainConfig) -> dict[str, Any] | None:
 
 def _optimizer(config: TrainConfig) -> dict[str, Any]:
     settings = {key: value for key, value in to_plain(config.optimizer).items() if value is not None}
-    return settings | ({"type": "adamw"} if config.optimizer.type == "adamw_8bit" else {})
+    if config.optimizer.type not in ("adamw", "adamw_8bit"):
+        return settings
+    return settings | {"type": "adamw", **config.policy.lerobot_optimizer()}
 
 
 def scheduler(config: TrainConfig) -> dict[str, Any] | None:

@@ -91,7 +91,7 @@ class ShardedEngine(Engine):
             load_weights(policy, weights)
         elif weights is None:
             self._broadcast_initial(policy, make)
-        for method in ("loss", "predict"):
+        for method in ("loss", "predict", "encode_images"):
             register_fsdp_forward_method(policy, method)
 
     def _shard(self, policy: Policy) -> None:

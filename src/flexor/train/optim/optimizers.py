@@ -10,7 +10,7 @@ import torch
 
 from flexor.config.optimizer import DEFAULTS
 from flexor.config.schema import OptimizerConfig
-from flexor.policies.base import Policy
+from flexor.policies.base import ParamGroup, Policy
 from flexor.train.optim.adamw_8bit import AdamW8bit
 from flexor.train.optim.sgd import SGD
 
@@ -21,12 +21,19 @@ def build_optimizer(config: OptimizerConfig, policy: Policy, lr_factor: float = 
     """One parameter group per group of the policy, each with the settings it overrides."""
     assert config.type is not None
     settings: dict[str, Any] = {name: getattr(config, name) for name in DEFAULTS[config.type]}
-    groups = [{"params": g.params, **g.overrides} for g in policy.param_groups() if g.params]
+    groups = [_settings_of(group, settings) for group in policy.param_groups() if group.params]
     for group in groups:
         group["lr"] = lr_factor * group.get("lr", settings["lr"])
     if config.type == "sgd":
         settings["dampening"] = 0.0  # torch's default is an integer, which LeRobot's resume refuses
     return _class(config.type, policy)(groups, **settings)
+
+
+def _settings_of(group: ParamGroup, settings: dict[str, Any]) -> dict[str, Any]:
+    """A group as torch's optimizers take it."""
+    multiplied = {key: factor * settings[key] for key, factor in group.factors.items() if key in settings}
+    name = {} if group.name is None else {"name": group.name}
+    return {"params": group.params, **multiplied, **group.overrides, **name}
 
 
 def _class(kind: str, policy: Policy) -> Callable[..., torch.optim.Optimizer]:
