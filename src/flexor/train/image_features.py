@@ -53,6 +53,8 @@ def why_not_encoded(policy: Policy, processing: Pipeline, augmented: bool) -> st
         return f"policy.type={policy.config.type} has no image encoder that can be frozen"
     if not encoder.is_frozen:
         return "the image encoder is trained"
+    if encoder.is_random:
+        return "the image encoder drops something by chance in training"
     if augmented:
         return "dataset.image_transforms changes images at random"
     if image_steps(processing) is None:

@@ -191,7 +191,7 @@ class Loader(StepPlanner):
             cache.close()
 
     def read_features(self, store: FeatureStore, tier: str) -> None:
-        """From here on, batches have features of images instead of them, which are in `tier`. Call it before `steps`."""
+        """From here on, batches have features of images instead of them. Call it before `steps`."""
         self.store, self.tier = store, f"features {tier}"
         self.decoded_on_gpu = self.in_processes = False
 

@@ -82,7 +82,8 @@ class XVLANetwork(nn.Module):
 
     def _view_tokens(self, cameras: CameraImages) -> Tensor:
         count, batch = len(cameras.images), len(cameras.images[0])
-        tokens = self.vlm.embed_images(torch.cat(cameras.images)).unflatten(0, (count, batch)).transpose(0, 1)
+        embed = self.vlm.embed_features if cameras.encoded else self.vlm.embed_images
+        tokens = embed(torch.cat(cameras.images)).unflatten(0, (count, batch)).transpose(0, 1)
         masks = cameras.stacked_masks()
         if masks is not None:
             tokens = tokens.masked_fill(~masks[:, :, None, None], 0.0)

@@ -17,10 +17,11 @@ from flexor.core.batch import ACTION, ACTION_LENGTH, BATCH_PLACE, STATE, Batch
 from flexor.core.log import log
 from flexor.core.rng import NoiseSource
 from flexor.policies.base import Loss, ParamGroup, Policy
+from flexor.policies.image_encoder import ImageEncoder
 from flexor.policies.nn.real_time import GUIDANCE_WEIGHTS, PREVIOUS
 from flexor.policies.nn.resize import padded
 from flexor.policies.processing.tokenize import TASK_TOKENS
-from flexor.policies.vlm.cameras import prepare_cameras
+from flexor.policies.vlm.cameras import prepare_cameras, prepare_images
 from flexor.policies.xvla.action_spaces import AUTO
 from flexor.policies.xvla.config import XVLAConfig
 from flexor.policies.xvla.names import XVLA_NAMES
@@ -91,6 +92,15 @@ class XVLA(Policy):
         state = batch[STATE] if config.use_proprio else cameras.images[0].new_zeros(count, 0)
         domain = self._domains(batch, count, cameras.images[0].device)
         return PreparedObservation(cameras, batch[TASK_TOKENS], padded(state, config.state_width), domain)
+
+    def image_encoder(self) -> ImageEncoder:
+        vlm = self.model.vlm
+        drops = vlm.size.vision.drop_path > 0
+        return ImageEncoder([vlm.vision_tower], {"size": self.config.resize_imgs_with_padding}, drops)
+
+    def encode_images(self, images: Tensor) -> Tensor:
+        size = self.config.resize_imgs_with_padding
+        return self.model.vlm.encode_images(prepare_images(images, size, "left-top", normalized=True))
 
     def _domains(self, batch: Batch, count: int, device: torch.device) -> Tensor:
         """[B]"""
