@@ -80,9 +80,9 @@ def test_xvla_with_a_frozen_encoder(dataset, tmp_path, log_lines):
     assert losses(encoded) == pytest.approx(losses(plain), rel=1e-4)
 
 
-@pytest.mark.parametrize("tier", ["ram", "disk"])
+@pytest.mark.parametrize("tier", ["auto", "ram", "disk"])
 def test_a_resumed_run_is_bitwise_the_uninterrupted_one(tier, dataset, smolvla, tmp_path, log_lines):
-    """Also if it encodes only the images that are left."""
+    """Also if it encodes only the images that are left, and reads few of them twice."""
     flags = [*smolvla, f"--dataset.cache.features={tier}", "--gradient_accumulation_steps=2"]
     uninterrupted = train(dataset, tmp_path / "whole", flags, "--save_freq=14")
     cut = runs.cut_back(uninterrupted, tmp_path / "cut", 14)
