@@ -10,10 +10,11 @@ from flexor.core.rng import Noise, seed_everything
 from flexor.policies import policy_class
 from flexor.policies.adapters import ALL_LINEAR, LoraConfig, add_adapters
 from flexor.policies.features import Kind, PolicyFeature
-from flexor.policies.image_encoder import digest_of, encode, image_steps
+from flexor.policies.image_encoder import digest_of, image_steps
 from flexor.policies.processing.tokenize import TASK_MASK, TASK_TOKENS
+from flexor.train.image_features import why_not_encoded
 from parity.smolvla.vlms import make_vlms
-from support import small_pi
+from support import small_pi, small_xvla
 
 TOP, WRIST = "observation.images.top", "observation.images.wrist"
 SMOLVLA = {
@@ -28,7 +29,10 @@ EXPERT_ONLY = {"train_expert_only": True}
 VISION_FROZEN = {"train_expert_only": False, "freeze_vision_encoder": True}
 ALL_TRAINED = {"train_expert_only": False, "freeze_vision_encoder": False}
 KINDS = ["pi0", "pi05", "smolvla"]
-MODES = {"expert only": EXPERT_ONLY, "vision frozen": VISION_FROZEN}
+FROZEN = {"freeze_vision_encoder": True}  # of a policy whose projection of features is always trained
+CASES = {f"{kind}, expert only": (kind, EXPERT_ONLY) for kind in KINDS}
+CASES |= {f"{kind}, vision frozen": (kind, VISION_FROZEN) for kind in KINDS}
+CASES["xvla"] = ("xvla", FROZEN)
 
 
 @pytest.fixture(scope="module")
@@ -42,8 +46,8 @@ def make_policy(kind, vlm, cameras=(TOP,), **settings):
     inputs = {camera: PolicyFeature(Kind.VISUAL, image) for camera in cameras}
     inputs[STATE] = PolicyFeature(Kind.STATE, state)
     small = {**SMOLVLA, "vlm_model_name": vlm} if kind == "smolvla" else small_pi.CONFIG
-    if kind == "pi0_fast":
-        small = small_pi.FAST_CONFIG
+    if kind in ("pi0_fast", "xvla"):
+        small = small_pi.FAST_CONFIG if kind == "pi0_fast" else small_xvla.TINY
     outputs = {ACTION: PolicyFeature(Kind.ACTION, action)}
     cls = policy_class(kind)
     config = cls.Config(input_features=inputs, output_features=outputs, **{**small, **settings})
@@ -71,7 +75,8 @@ def with_features(policy, batch):
     encoded = {}
     for name, value in batch.items():
         if name in policy.config.images:
-            encoded[f"{IMAGE_FEATURES}{name}"] = encode(policy.encode_images, value)
+            with torch.no_grad():
+                encoded[f"{IMAGE_FEATURES}{name}"] = policy.encode_images(value)
         else:
             encoded[name] = value
     return encoded
@@ -87,11 +92,11 @@ def loss_and_gradients(policy, batch, dtype=None):
     return loss.detach(), gradients
 
 
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("kind", KINDS)
-def test_loss_and_gradients_are_bitwise_those_of_images(kind, mode, vlm):
+@pytest.mark.parametrize("case", CASES)
+def test_loss_and_gradients_are_bitwise_those_of_images(case, vlm):
     """With one camera, its images are encoded as one batch either way."""
-    policy = make_policy(kind, vlm, **MODES[mode])
+    kind, settings = CASES[case]
+    policy = make_policy(kind, vlm, **settings)
     batch = batch_of(policy)
     assert policy.image_encoder().is_frozen
     for dtype in (None, torch.bfloat16):
@@ -104,9 +109,9 @@ def test_loss_and_gradients_are_bitwise_those_of_images(kind, mode, vlm):
         assert all(torch.equal(gradients[name], same_gradients[name]) for name in gradients)
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", [*KINDS, "xvla"])
 def test_two_cameras_one_of_which_a_sample_lacks(kind, vlm):
-    policy = make_policy(kind, vlm, (TOP, WRIST), **EXPERT_ONLY)
+    policy = make_policy(kind, vlm, (TOP, WRIST), **(FROZEN if kind == "xvla" else EXPERT_ONLY))
     batch = {**batch_of(policy), f"{WRIST}_padding_mask": torch.tensor([True, False, True])}
     loss, gradients = loss_and_gradients(policy, batch)
     features = with_features(policy, batch)
@@ -115,7 +120,8 @@ def test_two_cameras_one_of_which_a_sample_lacks(kind, vlm):
     torch.testing.assert_close(gradients, same_gradients, rtol=1e-3, atol=1e-5)
     # it is not seen
     name = f"{IMAGE_FEATURES}{WRIST}"
-    features[name] = features[name] * torch.tensor([1, 7, 1])[:, None, None]
+    factors = torch.tensor([1, 7, 1]).view(3, *[1] * (features[name].ndim - 1))
+    features[name] = features[name] * factors
     torch.testing.assert_close(policy.loss(features, Noise(0, 3, torch.arange(3))).per_sample, same_loss)
 
 
@@ -129,10 +135,20 @@ def test_the_encoder_is_not_called_for_features(kind, vlm):
     loss_and_gradients(policy, features)
 
 
-@pytest.mark.parametrize("kind", [*KINDS, "pi0_fast"])
+@pytest.mark.parametrize("kind", [*KINDS, "pi0_fast", "xvla"])
 def test_a_trained_encoder_is_not_frozen(kind, vlm):
-    settings = {} if kind == "pi0_fast" else ALL_TRAINED
+    settings = ALL_TRAINED if kind in KINDS else {}
     assert not make_policy(kind, vlm, **settings).image_encoder().is_frozen
+
+
+@pytest.mark.parametrize("rate", [0.0, 0.1])
+def test_an_encoder_that_drops_something_in_training_says_so(rate, vlm):
+    florence = small_xvla.FLORENCE
+    vision = {**florence["vision_config"], "drop_path_rate": rate}
+    policy = make_policy("xvla", vlm, **FROZEN, florence_config={**florence, "vision_config": vision})
+    assert policy.image_encoder().is_random == (rate > 0)
+    reason = why_not_encoded(policy, policy.config.pipelines({}, "cpu")[0], augmented=False)
+    assert reason == ("the image encoder drops something by chance in training" if rate else None)
 
 
 @pytest.mark.parametrize("mode", [ALL_TRAINED, EXPERT_ONLY])

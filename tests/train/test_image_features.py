@@ -85,9 +85,18 @@ def test_pi0_with_a_frozen_encoder(mode, dataset, pi0, tmp_path, log_lines):
     assert losses(encoded) == pytest.approx(losses(plain), rel=1e-4)
 
 
-@pytest.mark.parametrize("tier", ["ram", "disk"])
+def test_xvla_with_a_frozen_encoder(dataset, tmp_path, log_lines):
+    """Its images are normalised by processing steps of its own."""
+    flags = ["--policy.device=cpu", *small_flags("xvla", tmp_path), "--policy.freeze_vision_encoder=true"]
+    plain = train(dataset, tmp_path / "plain", flags, FEATURES_OFF)
+    encoded = train(dataset, tmp_path / "encoded", flags)
+    assert said(log_lines, ON)
+    assert losses(encoded) == pytest.approx(losses(plain), rel=1e-4)
+
+
+@pytest.mark.parametrize("tier", ["auto", "ram", "disk"])
 def test_a_resumed_run_is_bitwise_the_uninterrupted_one(tier, dataset, smolvla, tmp_path, log_lines):
-    """Also if it encodes only the images that are left."""
+    """Also if it encodes only the images that are left, and reads few of them twice."""
     flags = [*smolvla, f"--dataset.cache.features={tier}", "--gradient_accumulation_steps=2"]
     uninterrupted = train(dataset, tmp_path / "whole", flags, "--save_freq=14")
     cut = runs.cut_back(uninterrupted, tmp_path / "cut", 14)

@@ -377,7 +377,7 @@ class Policy(nn.Module):
         """Processed images of one camera [N, C, H, W] -> their features [N, ...].
 
         `loss` takes features [B, (T,) ...] instead of images, as `core.batch.IMAGE_FEATURES` and the camera's name.
-        Under autocast they are in its type: a matrix product or convolution takes them next.
+        They are stored in the type that they have: see `image_encoder.for_linear_layer`.
         """
         raise NotImplementedError
 

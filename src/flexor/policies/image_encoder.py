@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -18,7 +18,7 @@ from flexor.core.tensors import is_sharded
 from flexor.policies.nn.autocast import autocast_type
 from flexor.policies.processing.pipeline import Pipeline
 
-__all__ = ["ImageEncoder", "digest_of", "encode", "image_steps"]
+__all__ = ["ImageEncoder", "digest_of", "for_linear_layer", "image_steps"]
 
 
 class ImageEncoder(NamedTuple):
@@ -28,6 +28,8 @@ class ImageEncoder(NamedTuple):
     """All modules that it uses."""
     settings: Mapping[str, Any]
     """Settings that change its output, such as the size that images are resized to. Plain data."""
+    is_random: bool = False
+    """Whether it drops something by chance in training."""
 
     @property
     def is_frozen(self) -> bool:
@@ -43,11 +45,9 @@ def image_steps(pipeline: Pipeline) -> Pipeline | None:
     return Pipeline(pipeline.name, [half[1] for half in halves if half is not None and half[1] is not None])
 
 
-def encode(encode_images: Callable[[Tensor], Tensor], images: Tensor) -> Tensor:
-    """The features of images as they are stored. Call it in the precision of the run."""
-    with torch.no_grad():
-        features = encode_images(images)
-        return features.to(autocast_type(features))
+def for_linear_layer(features: Tensor) -> Tensor:
+    """Features that a linear layer takes next: under autocast in the type in which it computes, which loses nothing."""
+    return features.to(autocast_type(features))
 
 
 def digest_of(encoder: ImageEncoder, processing: Pipeline) -> str:

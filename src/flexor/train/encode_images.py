@@ -28,7 +28,6 @@ from flexor.core.machine import usable_cores
 from flexor.data.frames.features import FeatureStore
 from flexor.data.frames.store import FrameStore
 from flexor.data.video.on_device import rgb_on_device
-from flexor.policies.image_encoder import encode
 from flexor.policies.processing.pipeline import Pipeline
 from flexor.train.checkpoint.state import TrainState
 from flexor.train.compile import not_compiled
@@ -69,8 +68,8 @@ class ImageEncoding:
             rows = rows.pin_memory().to(engine.device, non_blocking=True)
         name = self.names[camera]
         images = self.processing({name: rgb_on_device(format, rows)})[name]
-        with engine.autocast(), self._not_compiled():
-            return encode(self.state.policy.encode_images, images)
+        with torch.no_grad(), engine.autocast(), self._not_compiled():
+            return self.state.policy.encode_images(images)
 
     def _not_compiled(self) -> AbstractContextManager[object]:
         return not_compiled() if self.state.config.compile else nullcontext()

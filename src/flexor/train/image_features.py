@@ -53,6 +53,8 @@ def why_not_encoded(policy: Policy, processing: Pipeline, augmented: bool) -> st
         return f"policy.type={policy.config.type} has no image encoder that can be frozen"
     if not encoder.is_frozen:
         return "the image encoder is trained"
+    if encoder.is_random:
+        return "the image encoder drops something by chance in training"
     if augmented:
         return "dataset.image_transforms changes images at random"
     if image_steps(processing) is None:
@@ -63,7 +65,8 @@ def why_not_encoded(policy: Policy, processing: Pipeline, augmented: bool) -> st
 def choose_features(state: TrainState, dataset: Dataset) -> ImageFeatures | None:
     """How the run reads features instead of images; None if it reads images. All ranks call it together."""
     cache, processes = state.config.dataset.cache, state.engine.processes
-    if cache.features == "off" or not state.config.policy.images:
+    left = state.config.steps - state.step
+    if cache.features == "off" or not state.config.policy.images or not left:
         return None
     reason = why_not_encoded(state.policy, state.preprocessor, state.augmentation is not None)
     if cache.features != "auto" and reason is not None:
@@ -131,8 +134,8 @@ def _why_not_worth_it(state: TrainState, dataset: Dataset) -> str | None:
 
 
 def _too_rarely(state: TrainState, dataset: Dataset) -> str | None:
-    """Why a pass over all images does not pay."""
-    return too_rarely(_reads(state), len(dataset))
+    """Why a pass over all images does not pay. All steps count: a run that resumes decides as it did."""
+    return too_rarely(_reads(state, state.config.steps), len(dataset))
 
 
 def not_possible(tier: str, reason: str) -> ConfigError:
@@ -146,16 +149,16 @@ def too_rarely(reads: int, frames: int) -> str | None:
     return f"each would be read only {often:.1f} times" if often < LEAST_READS else None
 
 
-def _reads(state: TrainState) -> int:
-    """How often the run reads an image of a camera."""
+def _reads(state: TrainState, steps: int) -> int:
+    """How often so many steps read an image of a camera."""
     cameras, deltas = sample_of(state.config.policy, state.config.rename_map)
-    samples = (state.config.steps - state.step) * state.split.global_batch
+    samples = steps * state.split.global_batch
     return samples * max(len(deltas.get(camera, [0])) for camera in cameras)
 
 
 def _plan(state: TrainState, dataset: Dataset) -> tuple[ImageEncoding, FeaturePlan]:
     """What features are, by encoding a black image of each camera."""
-    engine, config = state.engine, state.config
+    engine, config, left = state.engine, state.config, state.config.steps - state.step
     cameras, _ = sample_of(config.policy, config.rename_map)
     names = dict(zip(cameras, config.policy.images))
     processing, encoder = image_steps(state.preprocessor), state.policy.image_encoder()
@@ -173,7 +176,7 @@ def _plan(state: TrainState, dataset: Dataset) -> tuple[ImageEncoding, FeaturePl
     # all that features depend on, rounding included
     content = [VERSION, CHUNK, digest, engine.precision, engine.sharded, gpu, torch.__version__]
     keys = feature_keys(dataset, cameras, hash_json(content))
-    return encoding, FeaturePlan(formats, keys, min(len(dataset), _reads(state)))
+    return encoding, FeaturePlan(formats, keys, min(len(dataset), _reads(state, left)))
 
 
 def _pick(plan: FeaturePlan, state: TrainState, dataset: Dataset) -> tuple[str | None, str]:

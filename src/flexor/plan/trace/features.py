@@ -11,7 +11,6 @@ from flexor.core.batch import IMAGE_FEATURES, Batch
 from flexor.data.frames.features import FeatureFormat
 from flexor.data.loader.to_gpu import Staged
 from flexor.policies.base import Policy
-from flexor.policies.image_encoder import encode
 from flexor.policies.processing.pipeline import Pipeline
 from flexor.train.engine.base import Engine
 from flexor.train.image_features import not_possible, why_not_encoded
@@ -39,8 +38,8 @@ def formats_of(policy: Policy, engine: Engine, count: int = 1) -> dict[str, Feat
     formats = {}
     for camera, feature in policy.config.images.items():
         images = torch.zeros(count, *feature.shape, device=engine.device)
-        with engine.autocast():
-            features = encode(policy.encode_images, images)
+        with torch.no_grad(), engine.autocast():
+            features = policy.encode_images(images)
         formats[camera] = FeatureFormat(
             tuple(features.shape[1:]), features.dtype, f"{IMAGE_FEATURES}{camera}"
         )

@@ -22,7 +22,7 @@ from flexor.core.rng import NoiseSource
 from flexor.core.weight_files import load_tensors
 from flexor.policies.adapters import is_adapter
 from flexor.policies.base import Loss, Policy, action_padding, mean_over_valid, without_padding
-from flexor.policies.image_encoder import ImageEncoder
+from flexor.policies.image_encoder import ImageEncoder, for_linear_layer
 from flexor.policies.nn.flow import FlowToNoise
 from flexor.policies.nn.real_time import prefix_guidance
 from flexor.policies.nn.resize import padded
@@ -64,9 +64,8 @@ class SmolVLA(Policy):
         return ImageEncoder(self.model.vlm_with_expert.vlm.image_encoder(), settings)
 
     def encode_images(self, images: Tensor) -> Tensor:
-        return self.model.vlm_with_expert.vlm.encode_images(
-            prepare_images(images, self._image_size, "left-top")
-        )
+        prepared = prepare_images(images, self._image_size, "left-top")
+        return for_linear_layer(self.model.vlm_with_expert.vlm.encode_images(prepared))
 
     @property
     def _image_size(self) -> tuple[int, int] | None:

@@ -91,9 +91,6 @@ class Florence(nn.Module):
         """Images [N, 3, H, W], normalised as for ImageNet -> [N, tokens, width]."""
         return self.embed_features(self.encode_images(images))
 
-    def image_encoder(self) -> list[nn.Module]:
-        return [self.vision_tower]
-
     def embed_tokens(self, tokens: Tensor) -> Tensor:
         """Words [B, L] -> [B, L, width]."""
         return self.language_model.shared(tokens) * self.size.text.embed_scale

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from flexor.core.batch import Batch
-from flexor.policies.image_encoder import ImageEncoder
+from flexor.policies.image_encoder import ImageEncoder, for_linear_layer
 from flexor.policies.nn.recompute import recompute
 from flexor.policies.processing.tokenize import TASK_MASK, TASK_TOKENS
 from flexor.policies.vlm.backbone import PrefixCache
@@ -43,4 +43,5 @@ def image_encoder(model: PaliGemma, config: PaliGemmaConfig) -> ImageEncoder:
 
 def encode_images(model: PaliGemma, config: PaliGemmaConfig, images: Tensor) -> Tensor:
     """Images of one camera [B, 3, H, W] in 0..1 -> the features that `prefill_batch` takes instead of them."""
-    return model.encode_images(prepare_images(images, config.image_resolution, "centre"))
+    prepared = prepare_images(images, config.image_resolution, "centre")
+    return for_linear_layer(model.encode_images(prepared))

@@ -94,6 +94,15 @@ class XVLA(Policy):
         domain = self._domains(batch, count, cameras.images[0].device)
         return PreparedObservation(cameras, batch[TASK_TOKENS], padded(state, config.state_width), domain)
 
+    def image_encoder(self) -> ImageEncoder:
+        vlm = self.model.vlm
+        drops = vlm.size.vision.drop_path > 0
+        return ImageEncoder([vlm.vision_tower], {"size": self.config.resize_imgs_with_padding}, drops)
+
+    def encode_images(self, images: Tensor) -> Tensor:
+        size = self.config.resize_imgs_with_padding
+        return self.model.vlm.encode_images(prepare_images(images, size, "left-top", normalized=True))
+
     def _domains(self, batch: Batch, count: int, device: torch.device) -> Tensor:
         """[B]"""
         key = self.config.domain_feature_key
@@ -101,16 +110,6 @@ class XVLA(Policy):
         if domains is None:
             return torch.full((count,), self.config.domain_id or 0, device=device)
         return domains.flatten(1)[:, 0].long() if domains.ndim > 1 else domains.long()
-
-    def image_encoder(self) -> ImageEncoder | None:
-        """None if it leaves branches out at random: then an image has other features each time."""
-        if self.config.florence_size().vision.drop_path:
-            return None
-        return ImageEncoder(self.model.vlm.image_encoder(), {"size": self.config.resize_imgs_with_padding})
-
-    def encode_images(self, images: Tensor) -> Tensor:
-        size = self.config.resize_imgs_with_padding
-        return self.model.vlm.encode_images(prepare_images(images, size, "left-top", normalized=True))
 
     def load_backbone(self) -> None:
         log.warning(
