@@ -17,6 +17,7 @@ from flexor.policies.base import Policy
 from flexor.policies.fit import fit_to_dataset
 from flexor.policies.meta_init import parameters_without_memory
 from flexor.policies.pretrained import save_pretrained
+from flexor.policies.weight_names import unique_state
 from flexor.train.build import make_policy
 from flexor.train.checkpoint import folder as checkpoint
 from flexor.train.engine.shard_units import sharding_of
@@ -30,6 +31,7 @@ LOWER = {
     "pi0_fast": ["--policy.dtype=bfloat16"],
     "pi0 in bf16": ["--policy.dtype=bfloat16", "--precision=bf16"],
     "smolvla": ["--weights_dtype=bf16", "--precision=bf16", "--policy.train_expert_only=false"],
+    "xvla": ["--weights_dtype=bf16", "--precision=bf16"],
 }
 # The products of a step have 8 bits, and each process rounds those of its own samples. Seen: 0.004, as with ddp.
 ROUNDING = 0.02
@@ -94,7 +96,7 @@ def start(name: str, dataset: Path, folder: Path) -> list[str]:
     arguments = flags(name, folder)
     policy = policy_of(arguments, dataset)
     pipelines = policy.config.pipelines({}, "cpu")
-    save_pretrained(folder / "base", policy.config, policy.state_dict(), *pipelines)
+    save_pretrained(folder / "base", policy.config, unique_state(policy), *pipelines)
     return [*arguments, f"--policy.path={folder / 'base'}", "--scheduler.type=constant"]
 
 
