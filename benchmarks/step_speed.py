@@ -6,8 +6,9 @@ Batches are made up and lie on the GPU. All cases run one after the other in thi
 machine. LeRobot 0.6.1 is measured if it is installed here, in float32 and in bf16; ratios are to the faster of the two.
 LeRobot runs with the settings of torch that its own train command makes (`as_lerobot_trains`).
 Cameras are 2 of 480x640 for ACT, Diffusion Policy, Multi-Task DiT and SmolVLA, 2 of 224x224 for pi0, 1 of 96x96 for
-VQ-BeT (its second phase), 1 of 84x84 for TD-MPC. Multi-Task DiT has a CLIP ViT-B/16 with random weights, SmolVLA a
-random SmolVLM2 of 500 M, pi0 a random PaliGemma: they need `transformers`, but no Hub.
+VQ-BeT (its second phase), 1 of 84x84 for TD-MPC, 2 of 256x256 for X-VLA. Multi-Task DiT has a CLIP ViT-B/16 with random
+weights, SmolVLA a random SmolVLM2 of 500 M, pi0 a random PaliGemma, X-VLA a random Florence-2 large: they need
+`transformers`, but no Hub.
 """
 
 import argparse
@@ -38,6 +39,7 @@ from flexor.policies.base import PolicyConfig
 from flexor.policies.features import Kind
 from flexor.policies.fit import deltas_of
 from flexor.policies.processing.tokenize import TASK_MASK, TASK_TOKENS
+from flexor.policies.vlm.florence_size import FLORENCE_2_LARGE
 from flexor.policies.vlm.smolvlm_size import BUILTIN_SIZES
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
@@ -62,6 +64,7 @@ class Case(NamedTuple):
 
 
 TWO, SMALL = Robot(cameras=2), Robot(cameras=2, height=224, width=224)
+MEDIUM = Robot(cameras=2, height=256, width=256)
 FULL_TUNING = {"train_expert_only": False, "freeze_vision_encoder": False}
 LOWER = {"dtype": "bfloat16"}
 CASES = [
@@ -78,8 +81,10 @@ CASES = [
     Case("pi0", 8, SMALL, "full, checkpointing", LOWER | {"gradient_checkpointing": True}),
     Case("pi0", 32, SMALL, "full, checkpointing", LOWER | {"gradient_checkpointing": True}),
     Case("pi0", 32, SMALL, "full", LOWER),
+    Case("xvla", 8, MEDIUM),
+    Case("xvla", 32, MEDIUM),
 ]
-LARGE = ("smolvla", "pi0")
+LARGE = ("smolvla", "pi0", "xvla")
 POLICIES = list(dict.fromkeys(case.policy for case in CASES))
 PLAIN = ["--step=eager", "--precision=no", "--channels_last=false"]
 WAYS = {
@@ -179,6 +184,8 @@ def lerobot_policy(case: Case, folder: Path) -> tuple[PolicyConfig, Any, torch.o
     elif case.policy == "smolvla":
         write_vlm(folder / VLM)
         theirs |= {"vlm_model_name": str(folder / VLM)}
+    elif case.policy == "xvla":
+        theirs |= {"florence_config": dict(FLORENCE_2_LARGE)}
     elif case.policy in ("act", "diffusion", "vqbet"):
         theirs["pretrained_backbone_weights"] = None
     config = make_policy_config(case.policy, **theirs, **case.settings)
