@@ -54,6 +54,7 @@ ROBOTS = {
     "multi_task_dit": Robot(),
     "smolvla": Robot(),
     "pi0": Robot(cameras=2, height=224, width=224),
+    "xvla": Robot(cameras=2, height=256, width=256),
 }
 
 
@@ -144,6 +145,10 @@ CASES = [
     Case("smolvla", 8),
     Case("smolvla", 32, "--policy.freeze_vision_encoder=false --policy.train_expert_only=false"),
     Case("pi0", 8, "--policy.dtype=bfloat16 --policy.gradient_checkpointing=true"),
+    Case("xvla", 8),
+    Case("xvla", 32),
+    Case("xvla", 8, FLOAT32),
+    Case("xvla", 32, "--policy.freeze_vision_encoder=true --policy.freeze_language_encoder=true"),
 ]
 TOGETHER = 8  # cases that are timed again in one process
 LARGEST = [Case("act", 0), Case("diffusion", 0), Case("vqbet", 0, "--policy.crop_shape=null", "square")]

@@ -6,9 +6,9 @@ Batches are made up and lie on the GPU. All cases run one after the other in thi
 machine. LeRobot 0.6.1 is measured if it is installed here, in float32 and in bf16; ratios are to the faster of the two.
 LeRobot runs with the settings of torch that its own train command makes (`as_lerobot_trains`).
 Cameras are 2 of 480x640 for ACT, Diffusion Policy, Multi-Task DiT, SmolVLA and EO-1, 2 of 224x224 for pi0, 1 of 96x96
-for VQ-BeT (its second phase), 1 of 84x84 for TD-MPC. Multi-Task DiT has a CLIP ViT-B/16 with random weights, SmolVLA a
-random SmolVLM2 of 500 M, pi0 a random PaliGemma, EO-1 a random Qwen2.5-VL of 3 B, whose own type is bfloat16: they need
-`transformers`, but no Hub. EO-1's images are resized before the step in LeRobot, and in the step here.
+for VQ-BeT (its second phase), 1 of 84x84 for TD-MPC, 2 of 256x256 for X-VLA. Multi-Task DiT has a CLIP ViT-B/16 with random weights, SmolVLA a
+random SmolVLM2 of 500 M, pi0 a random PaliGemma, EO-1 a random Qwen2.5-VL of 3 B, whose own type is bfloat16, X-VLA a
+random Florence-2 large: they need `transformers`, but no Hub. EO-1's images are resized before the step in LeRobot, and in the step here.
 """
 
 import argparse
@@ -40,6 +40,7 @@ from flexor.policies.eo1.config import EO1Config
 from flexor.policies.features import Kind
 from flexor.policies.fit import deltas_of
 from flexor.policies.processing.tokenize import TASK_MASK, TASK_TOKENS
+from flexor.policies.vlm.florence_size import FLORENCE_2_LARGE
 from flexor.policies.vlm.smolvlm_size import BUILTIN_SIZES
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
@@ -64,6 +65,7 @@ class Case(NamedTuple):
 
 
 TWO, SMALL = Robot(cameras=2), Robot(cameras=2, height=224, width=224)
+MEDIUM = Robot(cameras=2, height=256, width=256)
 FULL_TUNING = {"train_expert_only": False, "freeze_vision_encoder": False}
 LOWER = {"dtype": "bfloat16"}
 CASES = [
@@ -82,8 +84,10 @@ CASES = [
     Case("pi0", 32, SMALL, "full", LOWER),
     Case("eo1", 8, TWO, "full"),
     Case("eo1", 32, TWO, "full"),
+    Case("xvla", 8, MEDIUM),
+    Case("xvla", 32, MEDIUM),
 ]
-LARGE = ("smolvla", "pi0", "eo1")
+LARGE = ("smolvla", "pi0", "eo1", "xvla")
 POLICIES = list(dict.fromkeys(case.policy for case in CASES))
 PLAIN = ["--step=eager", "--precision=no", "--channels_last=false"]
 WAYS = {
@@ -185,6 +189,8 @@ def lerobot_policy(case: Case, folder: Path) -> tuple[PolicyConfig, Any, torch.o
         theirs |= {"vlm_model_name": str(folder / VLM)}
     elif case.policy == "eo1":  # with a path, LeRobot makes random weights
         theirs |= {"vlm_config": ours.described_vlm(), "pretrained_path": folder}
+    elif case.policy == "xvla":
+        theirs |= {"florence_config": dict(FLORENCE_2_LARGE)}
     elif case.policy in ("act", "diffusion", "vqbet"):
         theirs["pretrained_backbone_weights"] = None
     config = make_policy_config(case.policy, **theirs, **case.settings)

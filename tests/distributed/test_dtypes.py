@@ -32,6 +32,7 @@ LOWER = {
     "eo1": ["--policy.dtype=bfloat16"],
     "pi0 in bf16": ["--policy.dtype=bfloat16", "--precision=bf16"],
     "smolvla": ["--weights_dtype=bf16", "--precision=bf16", "--policy.train_expert_only=false"],
+    "xvla": ["--weights_dtype=bf16", "--precision=bf16"],
 }
 # The products of a step have 8 bits, and each process rounds those of its own samples. Seen: 0.004, as with ddp.
 ROUNDING = 0.02

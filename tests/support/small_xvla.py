@@ -48,7 +48,11 @@ TINY: dict[str, Any] = {
     "tokenizer_max_length": 12,
     "dropout": 0.0,
 }
-SETTINGS = [f"{name}={json.dumps(value)}" for name, value in TINY.items() if isinstance(value, dict | tuple)]
+SETTINGS = [
+    f"{name}={json.dumps(value, separators=(',', ':'))}"
+    for name, value in TINY.items()
+    if isinstance(value, dict | tuple)
+]
 SETTINGS += [f"{name}={value}" for name, value in TINY.items() if not isinstance(value, dict | tuple)]
 
 

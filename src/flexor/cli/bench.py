@@ -181,15 +181,14 @@ def _policies(parsed: argparse.Namespace, settings: list[str]) -> Iterator[Pretr
     """That of a checkpoint, or an untrained one for each number of cameras up to that of the robot described."""
     from flexor.bench.policy import trained, untrained
     from flexor.config.parse import parse_flags
-    from flexor.plan.data.imagined_robot import parse_cameras
 
     flags = parse_flags(settings)
     if parsed.checkpoint is not None:
         yield trained(parsed.checkpoint, _device(flags), parsed.dtype)
         return
-    count, height, width = parse_cameras(parsed.cameras or "2x480x640")
-    for cameras in range(min(1, count), count + 1):
-        parsed.cameras = f"{cameras}x{height}x{width}"
+    robot = described_run(parsed, flags)[1]
+    for cameras in range(min(1, robot.cameras), robot.cameras + 1):
+        parsed.cameras = f"{cameras}x{robot.height}x{robot.width}"
         yield untrained(described_run(parsed, flags)[0].policy, parsed.dtype)
 
 

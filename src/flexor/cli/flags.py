@@ -145,10 +145,10 @@ def described_run(parsed: argparse.Namespace, settings: Mapping[str, Any]) -> tu
     from flexor.plan.data.imagined_robot import Robot, parse_cameras, usual_robot
 
     config = config_from_flags({**settings, "dataset.repo_id": "planned/dataset"})
-    if all(getattr(parsed, name) is None for name in ROBOT):
+    sizes = {name: getattr(parsed, name) for name in ("state", "action") if getattr(parsed, name) is not None}
+    if parsed.cameras is None:
         with suppress(ConfigError):  # below is the error of the default robot
-            robot, policy = usual_robot(config.policy)
+            robot, policy = usual_robot(config.policy, **sizes)
             return replace(config, policy=policy), robot
-    state, action = (14 if size is None else size for size in (parsed.state, parsed.action))
-    robot = Robot(*parse_cameras(parsed.cameras or "2x480x640"), state, action)
+    robot = Robot(*parse_cameras(parsed.cameras or "2x480x640"), **sizes)
     return replace(config, policy=robot.fill_in(config.policy)), robot

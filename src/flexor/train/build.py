@@ -34,7 +34,8 @@ from flexor.policies.meta_init import parameters_without_memory
 from flexor.policies.nn.recompute import recompute
 from flexor.policies.pretrained import find_folder, saved_rename_map, verify, without_initial_weights
 from flexor.policies.processing.normalize import Normalize, NormalizeByDataset
-from flexor.policies.processing.pipeline import Pipeline, Stats
+from flexor.policies.processing.pipeline import Pipeline, Stats, read_steps
+from flexor.policies.processing.rename_and_move import RenameObservations
 from flexor.train.checkpoint.state import TrainState
 from flexor.train.compile import compile_blocks
 from flexor.train.engine.base import Engine
@@ -53,6 +54,22 @@ def mention_rename_map(config: TrainConfig) -> None:
     if saved and not config.rename_map:
         flag = f"--rename_map='{json.dumps(saved)}'"
         log.info("the rename_map of %s is not used here; to use it, give %s", config.policy_path, flag)
+
+
+def mention_other_steps(config: TrainConfig) -> None:
+    """Log the steps of the initial policy's processing that are not in this run: only its settings are taken over."""
+    assert config.policy_path is not None
+    folder = find_folder(config.policy_path, ("*.json",))
+    for pipeline in config.policy.pipelines({}, "cpu"):
+        file = folder / f"{pipeline.name}.json"
+        saved = {str(step.get("registry_name")) for step in read_steps(file)} if file.is_file() else set()
+        names = saved - {step.name for step in pipeline.steps} - {RenameObservations.name}
+        if names:
+            log.warning(
+                "%s is not part of this run, nor of the policies that it saves: %s has it, but the settings of "
+                "policy.type=%s do not say so. If your robot needs it, add it to the saved %s",
+                *(", ".join(sorted(names)), file, config.policy.type, file.name),
+            )
 
 
 def build_engine(config: TrainConfig, processes: Processes, device: torch.device) -> Engine:

@@ -28,7 +28,13 @@ from flexor.monitor.profiler import Profiling
 from flexor.monitor.trackers import check_trackers
 from flexor.policies.rename import in_dataset
 from flexor.train.announce import log_setup
-from flexor.train.build import build_engine, build_loader, build_state, mention_rename_map
+from flexor.train.build import (
+    build_engine,
+    build_loader,
+    build_state,
+    mention_other_steps,
+    mention_rename_map,
+)
 from flexor.train.checkpoint import folder as checkpoint
 from flexor.train.checkpoint.resume import check_same_run, keep_statistics, newest_checkpoint
 from flexor.train.checkpoint.run_folder import Run, join_run
@@ -146,6 +152,7 @@ def _open_data(config: TrainConfig, processes: Processes, resuming: bool) -> tup
         config.policy.check_untrained()
     elif not resuming:
         mention_rename_map(config)
+        mention_other_steps(config)
     with processes.main_first():  # one process per host downloads or records
         training, held_out = build_datasets(config.dataset)
     check_same_dataset(processes, training)

@@ -249,3 +249,21 @@ def test_weights_act_in_the_type_of_the_settings(tmp_path):
     exact = made.eval().predict(batch(), noise(*range(4)))
     rounded = loaded.predict(batch(), noise(*range(4))).float()
     assert 0 < (exact - rounded).abs().max() < 0.1 * exact.abs().max()
+
+
+def test_it_learns_one_batch_by_heart():
+    made, learned = policy(num_denoising_steps=10).train(), batch()
+    learned["action"] = learned["action"].cumsum(1) / 3
+    settings = OptimizerConfig(lr=1e-2)
+    optimizer = build_optimizer(resolve_optimizer(settings, made.config), made)
+    losses = []
+    for step in range(90):
+        loss = made.loss(learned, noise(*range(4), step=step)).per_sample.mean()
+        losses.append(loss.item())
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+    assert np.mean(losses[-10:]) < 0.2 * np.mean(losses[:5])
+    with torch.no_grad():
+        chunk = made.eval().predict(learned, noise(*range(4)))
+    assert (chunk - learned["action"]).square().mean() < 0.15 * learned["action"].square().mean()

@@ -2,6 +2,7 @@
 
 import json
 import logging
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -148,6 +149,21 @@ def test_domains_in_a_column_of_the_dataset():
             config.check_columns(columns)
     with pytest.raises(ConfigError, match="of which there are 2"):
         small_config(domain_ids=[1, 0, 2]).check_columns({"/dataset": np.array([0, 1])})
+
+
+def test_states_of_another_robot(tmp_path):
+    config = small_config(tmp_path / "files")
+    assert config.accepts_shape("observation.state", (6,))
+    assert not config.accepts_shape("observation.state", (7,))
+    assert not config.accepts_shape("observation.state", (2, 3))
+    by_statistics = replace(config, normalization_mapping={Kind.STATE: "MEAN_STD"})
+    assert not by_statistics.accepts_shape("observation.state", (6,))
+    loaded = load_pretrained(str(saved(config, tmp_path / "policy")))
+    observed = {
+        "observation.images.top": np.zeros((1, 3, 40, 56), np.uint8),
+        "observation.state": np.ones((1, 6), np.float32),
+    }
+    assert loaded.chunk(observed, ["pick up"]).shape == (1, 8, 3)
 
 
 def test_training_pads_all_tasks_alike(caplog):

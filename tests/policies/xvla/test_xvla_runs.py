@@ -1,6 +1,7 @@
 """Runs of X-VLA: domains of several datasets, what is written for LeRobot, fine-tuning on another robot."""
 
 import json
+import shutil
 
 import pytest
 import torch
@@ -66,6 +67,22 @@ def test_fine_tuning_keeps_the_domain_and_the_views(dataset, flags, tmp_path):
     assert weights[0].keys() == weights[1].keys()
     prompts = [each["model.transformer.soft_prompt_hub.weight"] for each in weights]
     assert torch.equal(prompts[0][:2], prompts[1][:2]) and not torch.equal(prompts[0][2], prompts[1][2])
+
+
+def test_steps_of_a_checkpoint_that_a_run_does_not_have_are_named(dataset, flags, tmp_path, log_lines):
+    """Such as those that published policies have for a simulator."""
+    first = runs.train(dataset, tmp_path / "first", flags, "--steps=1")
+    published = shutil.copytree(first / "checkpoints/last/pretrained_model", tmp_path / "published")
+    tokenizer = [flag for flag in flags if "tokenizer_name" in flag]
+    path = [f"--policy.path={published}", "--policy.device=cpu", *tokenizer]
+    runs.train(dataset, tmp_path / "second", path, "--steps=1")
+    assert not any("is not part of this run" in line for line in log_lines)
+    file = published / "policy_postprocessor.json"
+    described = json.loads(file.read_text())
+    described["steps"].append({"registry_name": "xvla_rotation_6d_to_axis_angle", "config": {}})
+    file.write_text(json.dumps(described))
+    runs.train(dataset, tmp_path / "third", path, "--steps=1")
+    assert any("xvla_rotation_6d_to_axis_angle is not part of this run" in line for line in log_lines)
 
 
 def test_an_encoder_that_leaves_branches_out_has_no_features(tmp_path):

@@ -46,9 +46,12 @@ USUAL = (
 )
 
 
-def usual_robot(policy: PolicyConfig) -> tuple[Robot, PolicyConfig]:
-    """The first of the common robots that the policy supports, and the policy's settings for it."""
-    for robot in USUAL:
+def usual_robot(policy: PolicyConfig, **sizes: int) -> tuple[Robot, PolicyConfig]:
+    """The first of the common robots that the policy supports, and the policy's settings for it.
+
+    `sizes` of its state and action, if they are not the usual ones.
+    """
+    for robot in (replace(usual, **sizes) for usual in USUAL):
         try:
             return robot, robot.fill_in(policy)
         except ConfigError as error:

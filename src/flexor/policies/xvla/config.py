@@ -259,6 +259,14 @@ class XVLAConfig(FineTuningSettings, EmptyCamerasConfig):
     def resizes_images(self) -> bool:
         return self.resize_imgs_with_padding is not None
 
+    def accepts_shape(self, name: str, shape: tuple[int, ...]) -> bool:
+        """Without statistics, a state may have any number of values that fits: LeRobot's fine-tuned policies keep the
+        inputs of the first robot."""
+        normalized = self.normalization_mapping.get(Kind.STATE, "IDENTITY") != "IDENTITY"
+        if name == STATE and not normalized:
+            return len(shape) == 1 and shape[0] <= self.max_state_dim
+        return super().accepts_shape(name, shape)
+
     @property
     def computes_with_bf16_copies(self) -> bool:
         return True

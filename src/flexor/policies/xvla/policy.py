@@ -44,11 +44,13 @@ class XVLA(Policy):
 
     def loss(self, batch: Batch, noise: NoiseSource) -> Loss:
         width = self.config.action_space.width
-        actions = padded(batch[ACTION], width).to(self.model.dtype)
+        actions = padded(batch[ACTION], width)
         time = self._times(batch, noise).to(actions)
         mixed = time[:, None, None]
         noisy = noise.normal("noise", tuple(actions.shape)).to(actions) * mixed + actions * (1 - mixed)
-        predicted = self.model.actions(noisy, time, self.model.context(self._prepare(batch)))
+        predicted = self.model.actions(noisy, time, self.model.context(self._prepare(batch))).to(
+            actions.dtype
+        )
         parts = self.model.layout.losses(predicted, actions, self._valid_channels(batch, width))
         return Loss(torch.stack([*parts.values()]).sum(0), parts)
 
