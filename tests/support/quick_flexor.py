@@ -33,7 +33,9 @@ def shrink(arguments: list[str], demonstrations: str) -> list[str]:
 
     `demonstrations` is a small dataset for `flexor demo`, which would record a large one.
     """
-    if "RANK" in os.environ or arguments[0] not in VERBS:  # it may be another module, such as a decode worker
+    if (
+        "RANK" in os.environ or not arguments or arguments[0] not in VERBS
+    ):  # it may be another module, such as a decode worker
         return arguments
     verb, *words = arguments
     words = [_smaller(word) for word in words]
