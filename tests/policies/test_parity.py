@@ -42,6 +42,7 @@ def test_computes_what_lerobot_computed(kind, name, files):
         ("smolvla", "frozen", "rms_norm"),
         ("tdmpc", "camera", "layer_norm"),
         ("vqbet", "group_norm", "group_norm"),
+        ("xvla", "auto", "layer_norm"),
     ],
 )
 def test_a_changed_constant_would_be_noticed(kind, name, norm, files, monkeypatch):

@@ -12,7 +12,7 @@ from flexor.plan.trace.trace import trace_step
 from flexor.policies import policy_class
 from flexor.policies.features import Kind, PolicyFeature
 from flexor.train.ranks.split import split_batch
-from support import small_pi, small_resnet
+from support import small_pi, small_resnet, small_xvla
 
 PLAIN: dict[str, Any] = {"precision": "no", "step": "eager", "channels_last": False}
 CAMERA = {"vision_backbone": small_resnet.NAME}
@@ -41,6 +41,7 @@ SMALL: dict[str, dict[str, Any]] = {
         "resize_imgs_with_padding": (32, 32),
     },
     "pi0_fast": small_pi.FAST_CONFIG,
+    "xvla": {**small_xvla.TINY, "max_action_dim": 6},
     "eo1": {"vlm_base": "builtin/tiny-qwen", "image_min_pixels": 784, "image_max_pixels": 3136},
 }
 

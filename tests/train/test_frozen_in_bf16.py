@@ -31,8 +31,11 @@ CASES = [
     ("pi0_fast", LORA),
     ("smolvla", []),
     ("smolvla", LORA),
+    ("xvla", ["--policy.freeze_vision_encoder=true", "--policy.freeze_language_encoder=true"]),
+    ("xvla", LORA),
 ]
 IDS = ["pi0 adapters", "pi0 expert", "pi05 adapters", "pi0_fast adapters", "smolvla", "smolvla adapters"]
+IDS += ["xvla encoders", "xvla adapters"]
 
 
 def store_on_cpu() -> None:

@@ -120,10 +120,12 @@ class ChannelAttention(nn.Module):
         pixels = x.flatten(1, 2)
         qkv = self.qkv(pixels).unflatten(-1, (3, self.groups, -1))
         q, k, v = qkv.permute(2, 0, 3, 1, 4)  # each [N, groups, pixels, channels]
-        # fused attention has no kernel for vectors as long as an image; there are only few of them
-        scores = (q * q.shape[2] ** -0.5).mT @ k  # [N, groups, channels, channels]
-        mixed = v @ scores.softmax(-1).to(v.dtype).mT
-        return self.proj(mixed.transpose(1, 2).flatten(2)).view_as(x)
+        if v.dtype == torch.bfloat16 and not torch.is_autocast_enabled(v.device.type):
+            mixed = F.scaled_dot_product_attention(q.mT, k.mT, v.mT).mT  # rounds where LeRobot does
+        else:  # fused attention has no kernel for vectors as long as an image; there are only few of them
+            scores = (q * q.shape[2] ** -0.5).mT @ k  # [N, groups, channels, channels]
+            mixed = v @ scores.softmax(-1).to(v.dtype).mT
+        return self.proj(mixed.transpose(1, 2).flatten(2).contiguous()).view_as(x)
 
 
 class ConvMLP(nn.Module):

@@ -79,9 +79,20 @@ class Florence(nn.Module):
         self.language_model = LanguageEncoder(size)
         self.apply(_initialize)
 
+    def encode_images(self, images: Tensor) -> Tensor:
+        """Images [N, 3, H, W], normalised as for ImageNet -> [N, rows, columns, vision width]."""
+        return self.vision_tower(images)
+
+    def embed_features(self, features: Tensor) -> Tensor:
+        """[N, rows, columns, vision width] -> [N, tokens, width]."""
+        return self.multi_modal_projector(features)
+
     def embed_images(self, images: Tensor) -> Tensor:
         """Images [N, 3, H, W], normalised as for ImageNet -> [N, tokens, width]."""
-        return self.multi_modal_projector(self.vision_tower(images))
+        return self.embed_features(self.encode_images(images))
+
+    def image_encoder(self) -> list[nn.Module]:
+        return [self.vision_tower]
 
     def embed_tokens(self, tokens: Tensor) -> Tensor:
         """Words [B, L] -> [B, L, width]."""

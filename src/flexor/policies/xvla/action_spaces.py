@@ -104,10 +104,7 @@ class ActionLayout(nn.Module):
         super().__init__()
         self.space = space
         binary = [c for parts in space.parts.values() for part in parts if part.binary for c in part.channels]
-        weights = torch.zeros(len(space.parts), space.width, device="cpu")
-        for row, parts in zip(weights, space.parts.values(), strict=True):
-            for part in parts:
-                row[list(part.channels)] += part.scale / len(part.channels)
+        weights = torch.tensor([_channel_weights(parts, space.width) for parts in space.parts.values()])
         self.register_buffer("visible", ~_mask(space.hidden, space.width), persistent=False)
         self.register_buffer("state_visible", ~_mask(space.hidden, state_width), persistent=False)
         self.register_buffer("binary", _mask(binary, space.width), persistent=False)
@@ -148,4 +145,13 @@ class ActionLayout(nn.Module):
 
 def _mask(channels: Sequence[int], width: int) -> Tensor:
     """[width], true for these channels."""
-    return torch.tensor([channel in channels for channel in range(width)], dtype=torch.bool, device="cpu")
+    return torch.tensor([channel in channels for channel in range(width)], dtype=torch.bool)
+
+
+def _channel_weights(parts: Sequence[LossPart], width: int) -> list[float]:
+    """[width]: a part of the loss is the sum of the channels' mean errors times these."""
+    weights = [0.0] * width
+    for part in parts:
+        for channel in part.channels:
+            weights[channel] += part.scale / len(part.channels)
+    return weights

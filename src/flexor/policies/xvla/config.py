@@ -20,8 +20,8 @@ from flexor.policies.nn.adam import FineTuningSettings
 from flexor.policies.processing.pipeline import ProcessingStep, Stats
 from flexor.policies.processing.tokenize import Tokenize
 from flexor.policies.vlm.florence_size import FLORENCE_2_LARGE, FlorenceSize, read_florence
-from flexor.policies.xvla.action_spaces import ActionSpace, action_space
-from flexor.policies.xvla.processing import DOMAIN, AddDomainId, ImageNetNormalize, ImageToFloat
+from flexor.policies.xvla.action_spaces import AUTO, ActionSpace, action_space
+from flexor.policies.xvla.processing import DOMAIN, IMAGES, AddDomainId, ImageNetNormalize, ImageToFloat
 
 FLORENCE = "policy.florence_config"
 
@@ -35,7 +35,7 @@ class XVLAConfig(FineTuningSettings, EmptyCamerasConfig):
     reads_camera_masks: ClassVar[bool] = True
     draws_by_place: ClassVar[bool] = True
     unknown_to_lerobot: ClassVar[frozenset[str]] = frozenset(
-        {"domain_id", "domain_ids", "dropout", "rtc_config"}
+        {"domain_id", "domain_ids", "dropout", "rtc_config", "vision_drop_path"}
     )
 
     chunk_size: int = 32
@@ -109,6 +109,9 @@ class XVLAConfig(FineTuningSettings, EmptyCamerasConfig):
     which will act; default: the first."""
     dropout: float = 0.1
     """Dropout in the transformer that denoises actions. LeRobot's is always 0.1."""
+    vision_drop_path: float | None = None
+    """Share of branches that the image encoder leaves out at random in training, also if it is frozen; default: as in
+    policy.florence_config, 0.1 for published policies. With 0, a frozen one encodes each image only once."""
     rtc_config: dict[str, Any] | None = None
     """Settings of real-time chunking, under LeRobot's names: {execution_horizon: 10,
     prefix_attention_schedule: LINEAR}."""
@@ -129,7 +132,7 @@ class XVLAConfig(FineTuningSettings, EmptyCamerasConfig):
         self.require(0, "optimizer_soft_prompt_warmup_lr_scale")
         self.require(2, "dim_time")
         self.require(1 / 64, "mlp_ratio", high=64)
-        self.require(0, "dropout", high=MOST_DROPOUT)
+        self.require(0, "dropout", "vision_drop_path", high=MOST_DROPOUT)
         if self.hidden_size % self.num_heads:
             raise ConfigError(
                 f"policy.hidden_size={self.hidden_size} must be a multiple of policy.num_heads={self.num_heads}."
@@ -209,9 +212,12 @@ class XVLAConfig(FineTuningSettings, EmptyCamerasConfig):
     def check_padding(self) -> None:
         space, feature = self.action_space, self.output_features.get(ACTION)
         if feature is not None and feature.shape[0] > space.output:
+            fix = "--policy.action_mode=auto, or another that fits the robot"
+            if self.action_mode == AUTO:
+                fix = "a larger --policy.max_action_dim, which requires other weights"
             raise ConfigError(
                 f"{ACTION} has {feature.shape[0]} values, but policy.action_mode={self.action_mode} predicts "
-                f"{space.output}. Set --policy.action_mode=auto, or another that fits the robot."
+                f"{space.output}. Set {fix}."
             )
         super().check_padding()
 
@@ -220,7 +226,10 @@ class XVLAConfig(FineTuningSettings, EmptyCamerasConfig):
         return (most if name == STATE else self.action_space.width), setting_name
 
     def florence_size(self) -> FlorenceSize:
-        return read_florence(self.florence_config or FLORENCE_2_LARGE, FLORENCE)
+        size = read_florence(self.florence_config or FLORENCE_2_LARGE, FLORENCE)
+        if self.vision_drop_path is None:
+            return size
+        return replace(size, vision=replace(size.vision, drop_path=self.vision_drop_path))
 
     @property
     def action_space(self) -> ActionSpace:
@@ -319,10 +328,12 @@ class XVLAConfig(FineTuningSettings, EmptyCamerasConfig):
             padding=self.pad_language_to,
             padding_side=self.tokenizer_padding_side,
         )
+        # LeRobot's steps find cameras by how their names begin, which `observation.image` does not
+        cameras = None if all(name.startswith(IMAGES) for name in self.images) else [*self.images]
         rename, to_batch, *remaining = super().steps_before(stats)
         return [
             *(rename, to_batch, tokenize),
-            *(ImageToFloat(), ImageNetNormalize(), self.domain_step()),
+            *(ImageToFloat(cameras), ImageNetNormalize(cameras), self.domain_step()),
             *remaining,
         ]
 

@@ -81,8 +81,10 @@ class XVLANetwork(nn.Module):
         return self.transformer.context(encoded, further, state, observation.domain, self.config.chunk_size)
 
     def _view_tokens(self, cameras: CameraImages) -> Tensor:
-        count, batch = len(cameras.images), len(cameras.images[0])
-        tokens = self.vlm.embed_images(torch.cat(cameras.images)).unflatten(0, (count, batch)).transpose(0, 1)
+        images = cameras.stacked()  # [B, N, ...]
+        batch, count = images.shape[:2]
+        embed = self.vlm.embed_features if cameras.encoded else self.vlm.embed_images
+        tokens = embed(images.flatten(0, 1)).unflatten(0, (batch, count))
         masks = cameras.stacked_masks()
         if masks is not None:
             tokens = tokens.masked_fill(~masks[:, :, None, None], 0.0)

@@ -17,10 +17,11 @@ from flexor.core.batch import ACTION, ACTION_LENGTH, BATCH_PLACE, STATE, Batch
 from flexor.core.log import log
 from flexor.core.rng import NoiseSource
 from flexor.policies.base import Loss, ParamGroup, Policy
+from flexor.policies.image_encoder import ImageEncoder
 from flexor.policies.nn.real_time import GUIDANCE_WEIGHTS, PREVIOUS
 from flexor.policies.nn.resize import padded
 from flexor.policies.processing.tokenize import TASK_TOKENS
-from flexor.policies.vlm.cameras import prepare_cameras
+from flexor.policies.vlm.cameras import prepare_cameras, prepare_images
 from flexor.policies.xvla.action_spaces import AUTO
 from flexor.policies.xvla.config import XVLAConfig
 from flexor.policies.xvla.names import XVLA_NAMES
@@ -76,9 +77,10 @@ class XVLA(Policy):
         start = noise.normal("x", shape).to(context.tokens)
         actions = torch.zeros_like(start)
         for step in range(config.num_denoising_steps, 0, -1):
-            time = step / config.num_denoising_steps
-            noisy = start * time + _continued(actions, batch) * (1 - time)
-            actions = self.model.actions(noisy, start.new_full(shape[:1], time), context).to(start.dtype)
+            time = start.new_full(shape[:1], step / config.num_denoising_steps)
+            mixed = time[:, None, None]
+            noisy = start * mixed + _continued(actions, batch) * (1 - mixed)
+            actions = self.model.actions(noisy, time, context).to(start.dtype)
         chunk = _continued(self.model.layout.output(actions), batch)
         return chunk[..., : config.action.shape[0]]
 
@@ -99,6 +101,16 @@ class XVLA(Policy):
         if domains is None:
             return torch.full((count,), self.config.domain_id or 0, device=device)
         return domains.flatten(1)[:, 0].long() if domains.ndim > 1 else domains.long()
+
+    def image_encoder(self) -> ImageEncoder | None:
+        """None if it leaves branches out at random: then an image has other features each time."""
+        if self.config.florence_size().vision.drop_path:
+            return None
+        return ImageEncoder(self.model.vlm.image_encoder(), {"size": self.config.resize_imgs_with_padding})
+
+    def encode_images(self, images: Tensor) -> Tensor:
+        size = self.config.resize_imgs_with_padding
+        return self.model.vlm.encode_images(prepare_images(images, size, "left-top", normalized=True))
 
     def load_backbone(self) -> None:
         log.warning(

@@ -9,12 +9,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flexor.core.batch import ACTION, DATASET_NUMBER, IMAGE_PREFIX, Batch
+from flexor.core.batch import ACTION, DATASET_NUMBER, Batch
 from flexor.kernels.level_table import all_levels, as_table, can_look_up, look_up
 from flexor.policies.processing.pipeline import ACTING, ProcessingStep, StepContext, processing_step
 from flexor.policies.processing.rename_and_move import ToDevice, float_image
 
 DOMAIN = "domain_id"  # [B], in a batch
+IMAGES = "observation.images"  # how the names of cameras begin, if a step does not list them
 IMAGENET_MEAN = (0.485, 0.456, 0.406)
 IMAGENET_STD = (0.229, 0.224, 0.225)
 
@@ -25,7 +26,7 @@ class ImageStep(ProcessingStep):
 
     takes_bytes = True
     image_keys: list[str] | None = None
-    """The cameras; None for all."""
+    """The cameras; None for all whose names begin as `IMAGES` says."""
 
     _mover = ToDevice()
 
@@ -88,7 +89,7 @@ class ImageNetNormalize(ImageStep):
         return {**batch, **{name: self._normalized(image) for name, image in self.images(batch).items()}}
 
     def _normalized(self, image: Tensor) -> Tensor:
-        if image.dtype != torch.uint8 or not can_look_up(image):
+        if image.dtype != torch.uint8 or image.shape[-3] != 3 or not can_look_up(image):
             return self._scaled(_as_floats(image))
         place = image.device
         if place not in self._tables:
@@ -196,7 +197,7 @@ def _quaternion(matrix: Tensor) -> tuple[Tensor, Tensor]:
 
 def _is_image(name: str, value: Any) -> bool:
     is_number = isinstance(value, Tensor) and (value.dtype == torch.uint8 or value.is_floating_point())
-    return name.startswith(IMAGE_PREFIX) and is_number and value.ndim >= 3
+    return name.startswith(IMAGES) and is_number and value.ndim >= 3
 
 
 def _as_floats(image: Tensor) -> Tensor:
