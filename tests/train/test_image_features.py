@@ -86,43 +86,6 @@ def test_pi0_with_a_frozen_encoder(mode, dataset, pi0, tmp_path, log_lines):
 
 
 @pytest.mark.parametrize("tier", ["auto", "ram", "disk"])
-def test_the_same_losses_as_with_images(tier, dataset, smolvla, tmp_path, log_lines):
-    plain = train(dataset, tmp_path / "plain", smolvla, FEATURES_OFF)
-    assert not said(log_lines, ON) and not said(log_lines, OFF)
-    encoded = train(dataset, tmp_path / "encoded", smolvla, f"--dataset.cache.features={tier}")
-    assert said(log_lines, ON)
-    assert losses(encoded) == pytest.approx(losses(plain), rel=1e-4)
-    assert len(losses(plain)) == STEPS
-
-
-def test_xvla_with_a_frozen_encoder(dataset, xvla, tmp_path, log_lines):
-    """Also with a view that no camera fills."""
-    flags = [*xvla, "--policy.freeze_vision_encoder=true", "--policy.num_image_views=2"]
-    plain = train(dataset, tmp_path / "plain", flags, FEATURES_OFF)
-    encoded = train(dataset, tmp_path / "encoded", flags)
-    assert said(log_lines, ON)
-    assert losses(encoded) == pytest.approx(losses(plain), rel=1e-4)
-
-
-@pytest.mark.parametrize("mode", ["train_expert_only", "freeze_vision_encoder"])
-def test_pi0_with_a_frozen_encoder(mode, dataset, pi0, tmp_path, log_lines):
-    flags = [*pi0, f"--policy.{mode}=true"]
-    plain = train(dataset, tmp_path / "plain", flags, FEATURES_OFF)
-    encoded = train(dataset, tmp_path / "encoded", flags)
-    assert said(log_lines, ON)
-    assert losses(encoded) == pytest.approx(losses(plain), rel=1e-4)
-
-
-def test_xvla_with_a_frozen_encoder(dataset, tmp_path, log_lines):
-    """Its images are normalised by processing steps of its own."""
-    flags = ["--policy.device=cpu", *small_flags("xvla", tmp_path), "--policy.freeze_vision_encoder=true"]
-    plain = train(dataset, tmp_path / "plain", flags, FEATURES_OFF)
-    encoded = train(dataset, tmp_path / "encoded", flags)
-    assert said(log_lines, ON)
-    assert losses(encoded) == pytest.approx(losses(plain), rel=1e-4)
-
-
-@pytest.mark.parametrize("tier", ["auto", "ram", "disk"])
 def test_a_resumed_run_is_bitwise_the_uninterrupted_one(tier, dataset, smolvla, tmp_path, log_lines):
     """Also if it encodes only the images that are left, and reads few of them twice."""
     flags = [*smolvla, f"--dataset.cache.features={tier}", "--gradient_accumulation_steps=2"]

@@ -7,12 +7,14 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from flexor.core.batch import IMAGE_FEATURES
 from flexor.core.errors import CheckpointError, ConfigError, FlexorError
 from flexor.core.rng import Noise
 from flexor.policies.adapters import LoraConfig, add_adapters
 from flexor.policies.base import Policy
 from flexor.policies.eo1.conversation import PROMPT, PROMPT_MASK
 from flexor.policies.eo1.policy import EO1
+from flexor.policies.image_encoder import encode, image_steps
 from flexor.policies.meta_init import parameters_without_memory
 from flexor.policies.nn import recompute
 from flexor.policies.nn.cast_to_bf16 import cast_to_bf16
@@ -134,6 +136,25 @@ def test_the_loader_writes_prompts_and_leaves_images_to_the_device(files):
     batch = device({**prompts, "observation.images.top": image})
     expected = batch_of(made, "default", files)
     assert torch.equal(losses(made.policy, batch, 1, 2), losses(made.policy, expected, 1, 2))
+
+
+@pytest.mark.parametrize("name", ["default", "three_cameras"])
+def test_features_of_images_instead_of_images(name, files):
+    """As a run computes them once where the encoder is frozen: with adapters."""
+    made = made_of(name, files)
+    add_adapters(made.policy, LoraConfig(r=2), 0, made.policy.config.lora_targets())
+    assert made.policy.image_encoder().is_frozen and not made_of(name, files).policy.image_encoder().is_frozen
+    batch = batch_of(made, name, files)
+    for dtype in (None, torch.bfloat16):
+        with torch.autocast("cpu", dtype or torch.bfloat16, enabled=dtype is not None):
+            encoded = {
+                f"{IMAGE_FEATURES}{camera}": encode(made.policy.encode_images, batch[camera])
+                for camera in made.policy.config.images
+            }
+            rest = {key: value for key, value in batch.items() if key not in made.policy.config.images}
+            expected, same = losses(made.policy, batch, 1, 2), losses(made.policy, {**rest, **encoded}, 1, 2)
+        torch.testing.assert_close(same, expected, rtol=1e-5 if dtype is None else 1e-2, atol=0)
+    assert image_steps(made.preprocessor) is not None
 
 
 # Training.

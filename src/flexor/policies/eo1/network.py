@@ -66,13 +66,23 @@ class EO1Network(nn.Module):
         self.action_time_mlp_out = nn.Linear(width, width)
         self.prepare_images = QwenImages(config.image_sizes, config.grids)
 
+    def embed_cameras(self, images: Sequence[Tensor]) -> Tensor:
+        """Images [B, 3, H, W] of each camera -> [B, N, width]."""
+        patches = self.prepare_images(images)
+        return self.vlm_backbone.embed_images(patches.to(self.vlm_backbone.decoder.dtype))
+
+    def encode_camera(self, images: Tensor) -> Tensor:
+        """Images [N, 3, H, W] of one camera -> [N, tokens, width]."""
+        camera = self.config.image_sizes.index((images.shape[2], images.shape[3]))
+        patches = self.prepare_images.of_camera(images, camera).to(self.vlm_backbone.decoder.dtype)
+        return self.vlm_backbone.model.visual.encode_alone(patches, self.config.grids[camera])
+
     def read(
-        self, images: Sequence[Tensor], tokens: Tensor, mask: Tensor, state_mask: Tensor, state: Tensor
+        self, images: Tensor, tokens: Tensor, mask: Tensor, state_mask: Tensor, state: Tensor
     ) -> SequenceContext:
-        """Images [B, 3, H, W] of each camera, tokens and masks [B, P + H], state [B, max_state_dim]."""
+        """Embedded images [B, N, width], tokens and masks [B, P + H], state [B, max_state_dim]."""
         vlm, length = self.vlm_backbone, tokens.shape[1] - self.config.chunk_size
-        patches = self.prepare_images(images).to(vlm.decoder.dtype)
-        words = vlm.embed(tokens[:, :length], patches)
+        words = vlm.embed_with_images(tokens[:, :length], images)
         with self.float32(words):
             state_embeds = self.state_proj(state)[:, None]
         prefix = torch.where(state_mask[:, :length, None], state_embeds.to(words.dtype), words)

@@ -14,7 +14,7 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
-from flexor.core.batch import ACTION, STATE, Batch
+from flexor.core.batch import ACTION, IMAGE_FEATURES, STATE, Batch
 from flexor.core.errors import ConfigError, FlexorError
 from flexor.core.log import log
 from flexor.core.rng import NoiseSource
@@ -22,6 +22,7 @@ from flexor.policies.base import Loss, Policy, action_padding, mean_over_valid, 
 from flexor.policies.eo1.config import EO1Config
 from flexor.policies.eo1.conversation import PROMPT, PROMPT_MASK, STATE_MASK
 from flexor.policies.eo1.network import EO1Network, SequenceContext
+from flexor.policies.image_encoder import ImageEncoder
 from flexor.policies.nn.flow import FlowToNoise
 from flexor.policies.nn.real_time import prefix_guidance
 from flexor.policies.nn.recompute import recompute
@@ -71,7 +72,26 @@ class EO1(Policy):
         chunk = self.flow.sample(velocity, shape, noise, state, guidance)
         return chunk[..., : config.action.shape[0]]
 
+    def image_encoder(self) -> ImageEncoder:
+        config = self.config
+        settings = {"grids": config.grids, "dtype": str(config.vlm_dtype)}
+        return ImageEncoder(self.model.vlm_backbone.image_encoder(), settings)
+
+    def encode_images(self, images: Tensor) -> Tensor:
+        return self.model.encode_camera(images)
+
     def _read(self, batch: Batch, mask: Tensor) -> SequenceContext:
+        features = [batch[name] for name in self._feature_names if name in batch]
+        images = torch.cat(features, 1) if features else self.model.embed_cameras(self._images(batch))
+        state = padded(batch[STATE], self.config.max_state_dim)
+        return self.model.read(images, batch[PROMPT], mask, batch[STATE_MASK], state)
+
+    @property
+    def _feature_names(self) -> list[str]:
+        return [f"{IMAGE_FEATURES}{camera}" for camera in self.config.images]
+
+    def _images(self, batch: Batch) -> list[Tensor]:
+        """[B, 3, H, W] of each camera."""
         config = self.config
         images = []
         for camera, size in zip(config.images, config.image_sizes):
@@ -85,8 +105,7 @@ class EO1(Policy):
                     f"{camera} has {height} x {width} pixels, but this EO-1 takes {size[0]} x {size[1]} of it."
                 )
             images.append(batch[camera])
-        state = padded(batch[STATE], config.max_state_dim)
-        return self.model.read(images, batch[PROMPT], mask, batch[STATE_MASK], state)
+        return images
 
     def load_backbone(self) -> None:
         config = self.config

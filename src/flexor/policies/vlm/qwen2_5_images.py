@@ -86,8 +86,8 @@ class QwenImages(nn.Module):
 
     def forward(self, images: Sequence[Tensor]) -> Tensor:
         """Images [B, 3, H, W] of each camera -> the patches of all, [B, patches, 3 * 14 * 14]."""
-        patches = [
-            cut_into_patches(normalize_colours(resize(camera)))
-            for camera, resize in zip(images, self.resize, strict=True)
-        ]
-        return torch.cat(patches, 1)
+        return torch.cat([self.of_camera(camera, number) for number, camera in enumerate(images)], 1)
+
+    def of_camera(self, images: Tensor, camera: int) -> Tensor:
+        """Images [B, 3, H, W] of one camera -> [B, patches, 3 * 14 * 14]."""
+        return cut_into_patches(normalize_colours(self.resize[camera](images)))

@@ -172,6 +172,27 @@ class PatchMerger(nn.Module):
         return self.mlp(self.ln_q(x).unflatten(1, (-1, MERGE**2)).flatten(2))
 
 
+class VisionTables(NamedTuple):
+    """What follows from the grids of images: see `VisionLayout`; cosines and sines of positions [patches, D]."""
+
+    order: Tensor
+    inverse: Tensor
+    cos: Tensor
+    sin: Tensor
+    windows: list[Segment]
+    images: list[Segment]
+
+    @classmethod
+    def of(cls, grids: Sequence[ImageGrid], size: QwenVisionSize) -> VisionTables:
+        layout = layout_images(grids, max(1, size.window // (PATCH * MERGE)))
+        positions = rope_2d(layout.rows, layout.columns, size.head_width)
+        return cls(layout.order, layout.inverse, *positions, layout.windows, layout.images)
+
+    def to(self, device: torch.device) -> VisionTables:
+        tensors = {name: getattr(self, name).to(device) for name in ("order", "inverse", "cos", "sin")}
+        return self._replace(**tensors)
+
+
 class QwenVision(nn.Module):
     """The images of an observation -> tokens of the language model."""
 
@@ -183,6 +204,7 @@ class QwenVision(nn.Module):
     def __init__(self, size: QwenVisionSize, grids: Sequence[ImageGrid]):
         """`grids` of all images, in their order."""
         super().__init__()
+        self.size = size
         self.full_attention = frozenset(size.full_attention)
         self.patch_embed = VisionPatchEmbedding(size.width)
         self.blocks = nn.ModuleList(VisionBlock(size) for _ in range(size.depth))
@@ -190,24 +212,31 @@ class QwenVision(nn.Module):
         equal = len({*grids}) == 1
         self.images_as_batch = len(grids) if equal else 1
         """Images of one size do not go through the blocks as one sequence, but side by side."""
-        layout = layout_images(grids[:1] if equal else grids, max(1, size.window // (PATCH * MERGE)))
-        self.windows, self.images = layout.windows, layout.images
-        cos, sin = rope_2d(layout.rows, layout.columns, size.head_width)
-        tables = {"order": layout.order, "inverse": layout.inverse, "cos": cos, "sin": sin}
-        for name, table in tables.items():
-            self.register_buffer(name, table, persistent=False)
+        tables = VisionTables.of(grids[:1] if equal else grids, size)
+        self.windows, self.images = tables.windows, tables.images
+        for name in ("order", "inverse", "cos", "sin"):
+            self.register_buffer(name, getattr(tables, name), persistent=False)
         self.apply(_initialize)
 
     def forward(self, patches: Tensor) -> Tensor:
         """Patches [B, N, 3 * 14 * 14], see `QwenImages` -> tokens [B, N / 4, output_width]."""
         count = self.images_as_batch
-        tokens = patches.unflatten(1, (count, -1, MERGE**2)).flatten(0, 1).index_select(1, self.order)
+        tables = VisionTables(self.order, self.inverse, self.cos, self.sin, self.windows, self.images)
+        sequences = patches.unflatten(1, (count, -1)).flatten(0, 1)
+        return self._encode(sequences, tables).unflatten(0, (-1, count)).flatten(1, 2)
+
+    def encode_alone(self, patches: Tensor, grid: ImageGrid) -> Tensor:
+        """The same of single images on this grid."""
+        return self._encode(patches, VisionTables.of([grid], self.size).to(patches.device))
+
+    def _encode(self, patches: Tensor, tables: VisionTables) -> Tensor:
+        tokens = patches.unflatten(1, (-1, MERGE**2)).index_select(1, tables.order)
         x = self.patch_embed(tokens.flatten(1, 2)).to(patches.dtype)
-        rope = Rope(self.cos[None, :, None], self.sin[None, :, None])
+        rope = Rope(tables.cos[None, :, None], tables.sin[None, :, None])
         for number, block in enumerate(self.blocks):
-            segments = self.images if number in self.full_attention else self.windows
+            segments = tables.images if number in self.full_attention else tables.windows
             x = block(x, rope, segments)
-        return self.merger(x).index_select(1, self.inverse).unflatten(0, (-1, count)).flatten(1, 2)
+        return self.merger(x).index_select(1, tables.inverse)
 
 
 def rope_2d(rows: Tensor, columns: Tensor, head_width: int, theta: float = 10_000.0) -> tuple[Tensor, Tensor]:

@@ -125,16 +125,25 @@ class QwenVL(VisionLanguageModel):
     def vision_blocks(self) -> list[nn.Module]:
         return list(self.model.visual.blocks)
 
-    def embed_images(self, images: Tensor) -> Tensor:
+    def encode_images(self, images: Tensor) -> Tensor:
         """Patches of all images, see `QwenImages` -> [B, N, width]."""
         return self.model.visual(images)
 
+    def embed_features(self, features: Tensor) -> Tensor:
+        return features
+
+    def image_encoder(self) -> list[nn.Module]:
+        return [self.model.visual]
+
     def embed(self, token_ids: Tensor, patches: Tensor) -> Tensor:
         """Tokens [B, S], and patches of the images that some of them stand for -> [B, S, width]."""
+        return self.embed_with_images(token_ids, self.embed_images(patches))
+
+    def embed_with_images(self, token_ids: Tensor, images: Tensor) -> Tensor:
+        """The same of images that are embedded already [B, N, width]."""
         words = self.embed_tokens(token_ids)
-        images = self.embed_images(patches).to(words.dtype)  # [B, N, width]
         is_image, number = self._image_tokens(token_ids)
-        placed = images.gather(1, number[..., None].expand_as(words))
+        placed = images.to(words.dtype).gather(1, number[..., None].expand_as(words))
         return torch.where(is_image[..., None], placed, words)
 
     def positions(self, token_ids: Tensor, valid: Tensor) -> Tensor:
