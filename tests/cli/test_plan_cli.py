@@ -266,3 +266,29 @@ def test_the_hardware_page_is_what_the_table_prints():
     assert {line.split()[1] for line in page.splitlines() if line.startswith("| ")} - {"Policy", "---"} == {
         *POLICIES
     }
+
+
+def test_the_hardware_page_of_some_policies_and_gpus(capsys):
+    assert cli.main(["plan", "--table", "--policy.type=tdmpc", "--gpu=RTX 3060,H200"]) == 0
+    table = [line for line in capsys.readouterr().out.splitlines() if line.startswith("| tdmpc")]
+    assert len(table) == 2 and all(line.count("RTX 3060") + line.count("H200") >= 2 for line in table)
+    assert not any(name in line for line in table for name in ("A100", "L4", "B200"))
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--price=-1"], "--price=-1 must be above 0."),
+        (["--table", "--policy.type=atc"], "'atc' is not known. Did you mean act?"),
+        (["--table", "--steps=3"], "leave out --steps"),
+    ],
+)
+def test_what_a_plan_can_not_do_is_refused(flags, message, capsys):
+    assert cli.main(["plan", *flags]) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_a_plan_that_does_not_fit_says_what_it_would_take(capsys):
+    assert cli.main(["plan", "--policy.type=act", "--gpu=RTX 3060", "--batch_size=4000", ONE_GPU]) == 1
+    out = capsys.readouterr().out
+    assert "\nA step would take " in out and "The run would take " in out and "and cost " in out

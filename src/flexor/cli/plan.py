@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from flexor.cli.flags import ROBOT, described_run, names_dataset, robot_flags
-from flexor.core.console import print_json, print_text
+from flexor.core.console import print_json, print_text, progress
 from flexor.core.errors import ConfigError
 from flexor.core.log import log
 from flexor.core.option_parser import OptionParser
@@ -48,7 +48,10 @@ def parser() -> OptionParser:
     faces.add_argument("--json", action="store_true", help="print one JSON object")
     faces.add_argument("--html", type=Path, metavar="FILE", help="also write a page with plots")
     faces.add_argument(
-        "--table", action="store_true", help="print a hardware guide for all policies, in Markdown"
+        "--table",
+        action="store_true",
+        help="print a hardware guide, in Markdown, for all policies and GPUs, or those of --policy.type=a,b and "
+        "--gpu=A,B",
     )
     faces.add_argument(
         "--calibrate",
@@ -108,11 +111,10 @@ def _run(arguments: list[str]) -> int:
         check_writable(parsed.html, "--html")
     if parsed.calibrate:
         return _calibrate(hardware)
+    if parsed.price is not None and not parsed.price > 0:
+        raise ConfigError(f"--price={parsed.price:g} must be above 0.")
     if parsed.table:
-        from flexor.plan.show.table import hardware_guide
-
-        print_text(hardware_guide(hardware).rstrip("\n"))
-        return 0
+        return _table(parsed, settings, hardware)
     study = _study(parsed, settings, hardware)
     from flexor.plan.show import as_json, report
 
@@ -126,6 +128,26 @@ def _run(arguments: list[str]) -> int:
     else:
         print_text(report.render(study))
     return 0 if study.plan.fits else 1
+
+
+def _table(parsed: argparse.Namespace, settings: list[str], hardware: Hardware) -> int:
+    """All policies on all GPUs, or those that --policy.type and --gpu name."""
+    from flexor.config.parse import parse_flags
+    from flexor.plan.show.table import hardware_guide
+    from flexor.policies import POLICIES, policy_class
+
+    flags = parse_flags(settings)
+    kinds = [kind.strip() for kind in str(flags.pop("policy.type", ",".join(POLICIES))).split(",")]
+    if flags:
+        raise ConfigError(
+            f"--table plans policies with their default settings: leave out --{min(flags)}, or plan without --table."
+        )
+    for kind in kinds:
+        policy_class(kind)  # raises an error if there is no such policy
+    gpus = [hardware.find(name) for name in parsed.gpu.split(",")] if parsed.gpu else []
+    guide = hardware_guide(hardware, kinds, gpus, progress("planning"))
+    print_text(guide.rstrip("\n"))
+    return 0
 
 
 def _study(parsed: argparse.Namespace, settings: list[str], hardware: Hardware) -> Comparison:

@@ -46,11 +46,12 @@ def answer(study: Comparison) -> str:
     gpu, step = plan.site.gpu, plan.run_time.step
     policy = short_name(plan.config.policy.type)
     verdict = "fits" if plan.fits else "DOES NOT FIT"
+    takes, costs = ("takes", "costs") if plan.fits else ("would take", "cost")
+    rent = "" if plan.money.rent is None else f" and {costs} {usd(plan.money.rent)} to rent"
     lines = [
         f"{policy} {verdict} on {machines(plan)}: {gb(plan.peak)} of {gb(gpu.memory)} GB at peak.",
-        f"A step takes {duration(step.seconds)} (+-{step.spread:.0%}). The run takes "
-        f"{duration(plan.run_time.seconds)} for {plan.config.steps:,} steps ({number(plan.epochs)} epochs)"
-        f"{f' and costs {usd(plan.money.rent)} to rent' if plan.money.rent is not None else ''}.",
+        f"A step {takes} {duration(step.seconds)} (+-{step.spread:.0%}). The run {takes} "
+        f"{duration(plan.run_time.seconds)} for {plan.config.steps:,} steps ({number(plan.epochs)} epochs){rent}.",
     ]
     if plan.data_bound:
         lines.append(
@@ -99,8 +100,9 @@ def _memory(plan: Plan) -> str:
     ]
     if plan.largest_batch is not None:
         more = " or more" if plan.largest_batch == MOST else ""
-        lines.append(f"The largest batch size that fits is {plan.largest_batch}{more}.")
-    if runs := plan.concurrent:
+        largest = f"The largest batch size that fits is {plan.largest_batch}{more}."
+        lines.append(largest if plan.largest_batch else "No batch size fits.")
+    if (runs := plan.concurrent) and runs.fit > 1:
         gain = "more than one at once would not do more work per hour"
         if runs.useful > 1:
             gain = f"{runs.useful} at once do {runs.faster:.1f} times as much work per hour as one"

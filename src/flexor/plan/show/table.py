@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
 from flexor.config.schema import TrainConfig
+from flexor.core.console import Progress
 from flexor.data.settings import CacheConfig, DatasetConfig
 from flexor.plan.data import FRAMES
 from flexor.plan.data.imagined_robot import Robot, imagined_data, usual_robot
 from flexor.plan.plan import Plan, make_plan, site_of
 from flexor.plan.rank import Choice, Ranking, cheapest, fastest
 from flexor.plan.show.report import duration, gb, precision_of
-from flexor.plan.site.hardware import Hardware
+from flexor.plan.site.hardware import GPU, Hardware
 from flexor.plan.speed.speeds import assumed
 from flexor.plan.trace.traces import Traces
 from flexor.policies import POLICIES, policy_class
@@ -59,9 +60,18 @@ class Row:
     """Of each machine with several GPUs: the work of each, relative to one GPU alone; None if it does not fit."""
 
 
-def hardware_guide(hardware: Hardware, kinds: Iterable[str] = tuple(POLICIES)) -> str:
-    """The page."""
-    made = [row for kind in kinds for row in rows(kind, hardware)]
+def hardware_guide(
+    hardware: Hardware,
+    kinds: Sequence[str] = tuple(POLICIES),
+    gpus: Sequence[GPU] = (),
+    progress: Progress | None = None,
+) -> str:
+    """The page; with `gpus`, only these are compared."""
+    made = []
+    for done, kind in enumerate(kinds, 1):
+        made += [*rows(kind, hardware, gpus)]
+        if progress is not None:
+            progress(done, len(kinds))
     lines = [
         "| Policy | Cameras | Precision | Parameters | Memory, GB | To buy | To rent | Fastest | "
         f"{' | '.join(f'{count} x {name}' for name, count in SEVERAL)} |",
@@ -71,30 +81,30 @@ def hardware_guide(hardware: Hardware, kinds: Iterable[str] = tuple(POLICIES)) -
     return HEAD + "\n".join(lines) + "\n" + FOOT
 
 
-def rows(kind: str, hardware: Hardware) -> Iterator[Row]:
+def rows(kind: str, hardware: Hardware, gpus: Sequence[GPU] = ()) -> Iterator[Row]:
     robot, policy = usual_robot(policy_class(kind).Config())
     for precision in PRECISIONS:
         dataset = DatasetConfig(cache=CacheConfig(tier="disk"))
         config = TrainConfig(
             dataset=dataset, policy=policy, epochs=EPOCHS, batch_size=BATCH, precision=precision
         )
-        yield _row(kind, robot, config, hardware)
+        yield _row(kind, robot, config, hardware, gpus)
 
 
-def _row(kind: str, robot: Robot, config: TrainConfig, hardware: Hardware) -> Row:
+def _row(kind: str, robot: Robot, config: TrainConfig, hardware: Hardware, gpus: Sequence[GPU]) -> Row:
     data, traces, speeds = imagined_data(config.policy, FRAMES), Traces(config), assumed()
     site = site_of(hardware, hardware.find(REFERENCE))
     plan = make_plan(config, data, site, hardware, traces=traces, speeds=speeds, search=False)
     ranking = Ranking(
         replace(config, global_batch_size=BATCH), data, hardware, speeds, traces=traces, calibrated=False
     )
-    gpus = [gpu for gpu in hardware.gpus.values() if not gpu.unified and "bf16" in gpu.tflops]
-    fitting = [c for c in ranking.choices(gpus, (1,)) if c.split and c.split.accumulation == 1]
+    compared = gpus or [gpu for gpu in hardware.gpus.values() if not gpu.unified and "bf16" in gpu.tflops]
+    fitting = [c for c in ranking.choices(compared, (1,)) if c.split and c.split.accumulation == 1]
     for_sale = [choice for choice in fitting if choice.gpu.name in hardware.purchases]
     bought = min(for_sale, key=lambda choice: hardware.purchases[choice.gpu.name].usd, default=None)
 
     def efficiency(name: str, count: int) -> float | None:
-        sites = [site_of(hardware, hardware.find(name), gpus) for gpus in (1, count)]
+        sites = [site_of(hardware, hardware.find(name), each) for each in (1, count)]
         alone, together = (
             make_plan(config, data, site, hardware, traces=traces, speeds=speeds, search=False)
             for site in sites
