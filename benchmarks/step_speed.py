@@ -8,8 +8,8 @@ LeRobot runs with the settings of torch that its own train command makes (`as_le
 Cameras are 2 of 480x640 for ACT, Diffusion Policy, Multi-Task DiT, SmolVLA and EO-1, 2 of 224x224 for pi0, 1 of 96x96
 for VQ-BeT (its second phase), 1 of 84x84 for TD-MPC, 2 of 256x256 for X-VLA. Multi-Task DiT has a CLIP ViT-B/16 with
 random weights, SmolVLA a random SmolVLM2 of 500 M, pi0 a random PaliGemma, EO-1 a random Qwen2.5-VL of 3 B, whose own
-type is bfloat16, X-VLA a random Florence-2 large: they need `transformers`, but no Hub. EO-1's images are resized before
-the step in LeRobot, and in the step here.
+type is bfloat16, X-VLA a random Florence-2 large: they need `transformers`, but no Hub. EO-1's images are resized
+before the step in LeRobot, and in the step here.
 """
 
 import argparse
