@@ -11,9 +11,9 @@ between samples. Padding comes first, so that actions have the same places in al
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property, lru_cache
+from functools import cached_property
 from threading import Lock
 from typing import Any, NamedTuple
 
@@ -183,8 +183,14 @@ class TokenizeConversation(ProcessingStep):
         return grid.tokens + 2
 
     @cached_property
-    def _surroundings(self) -> Callable[[ImageSizes], Surroundings]:
-        return lru_cache(maxsize=8)(self._encode_surroundings)
+    def _encoded(self) -> dict[ImageSizes, Surroundings]:
+        return {}
+
+    def _surroundings(self, image_sizes: ImageSizes) -> Surroundings:
+        """Encoded once: they are the same in all batches."""
+        if image_sizes not in self._encoded:
+            self._encoded[image_sizes] = self._encode_surroundings(image_sizes)
+        return self._encoded[image_sizes]
 
     def _encode_surroundings(self, image_sizes: ImageSizes) -> Surroundings:
         before = self._encode(BEFORE_IMAGES)
