@@ -1,6 +1,7 @@
 """Runs that encode each image once: the same losses, resumed and on several ranks; and when images are encoded in every
 step instead."""
 
+import json
 import shutil
 from pathlib import Path
 
@@ -145,9 +146,15 @@ def test_several_datasets_one_without_the_camera(dataset, smolvla, tmp_path, log
         return folder
 
     plain = run("plain", FEATURES_OFF)
-    encoded = run("encoded")
+    encoded = run("encoded", "--dataset.cache.features=disk")
     assert said(log_lines, ON)
     assert losses(encoded) == pytest.approx(losses(plain), rel=1e-4)
+    # images that are missing are one black image
+    frames = {info.camera: info.ready for info in list_caches()}
+    first, second = (
+        json.loads((root / "meta/info.json").read_text())["total_frames"] for root in (dataset, other)
+    )
+    assert frames == {"observation.image": first + 1, "observation.images.second": second + 1}
 
 
 # On disk
