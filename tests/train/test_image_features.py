@@ -19,6 +19,7 @@ STEPS = 28  # at 8 samples: 1.6 epochs
 ON = "steps neither decode nor encode them"
 OFF = "images are encoded in every step (dataset.cache.features): "
 FEATURES_OFF = "--dataset.cache.features=off"
+CLIP_FROZEN = ["--policy.vision_encoder_lr_multiplier=0", "--policy.image_crop_is_random=false"]
 
 
 @pytest.fixture(scope="module")
@@ -75,6 +76,17 @@ def test_pi0_with_a_frozen_encoder(mode, dataset, pi0, tmp_path, log_lines):
 def test_xvla_with_a_frozen_encoder(dataset, tmp_path, log_lines):
     """Its images are normalised by processing steps of its own."""
     flags = ["--policy.device=cpu", *small_flags("xvla", tmp_path), "--policy.freeze_vision_encoder=true"]
+    plain = train(dataset, tmp_path / "plain", flags, FEATURES_OFF)
+    encoded = train(dataset, tmp_path / "encoded", flags)
+    assert said(log_lines, ON)
+    assert losses(encoded) == pytest.approx(losses(plain), rel=1e-4)
+
+
+@pytest.mark.parametrize("separate", [False, True])
+def test_windows_of_images_and_an_encoder_for_each_camera(separate, dataset, tmp_path, log_lines):
+    """A policy that sees two time steps, and takes one vector of each image."""
+    flags = ["--policy.device=cpu", *small_flags("multi_task_dit", tmp_path), *CLIP_FROZEN]
+    flags.append(f"--policy.use_separate_rgb_encoder_per_camera={str(separate).lower()}")
     plain = train(dataset, tmp_path / "plain", flags, FEATURES_OFF)
     encoded = train(dataset, tmp_path / "encoded", flags)
     assert said(log_lines, ON)

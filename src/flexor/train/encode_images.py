@@ -69,7 +69,7 @@ class ImageEncoding:
         name = self.names[camera]
         images = self.processing({name: rgb_on_device(format, rows)})[name]
         with torch.no_grad(), engine.autocast(), self._not_compiled():
-            return self.state.policy.encode_images(images)
+            return self.state.policy.encode_images(images, name)
 
     def _not_compiled(self) -> AbstractContextManager[object]:
         return not_compiled() if self.state.config.compile else nullcontext()

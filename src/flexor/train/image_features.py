@@ -54,7 +54,7 @@ def why_not_encoded(policy: Policy, processing: Pipeline, augmented: bool) -> st
     if not encoder.is_frozen:
         return "the image encoder is trained"
     if encoder.is_random:
-        return "the image encoder drops something by chance in training"
+        return "the image encoder crops or drops something by chance in training"
     if augmented:
         return "dataset.image_transforms changes images at random"
     if image_steps(processing) is None:
