@@ -1,6 +1,7 @@
 """Runs that encode each image once: the same losses, resumed and on several ranks; and when images are encoded in every
 step instead."""
 
+import json
 import shutil
 from pathlib import Path
 
@@ -18,6 +19,7 @@ STEPS = 28  # at 8 samples: 1.6 epochs
 ON = "steps neither decode nor encode them"
 OFF = "images are encoded in every step (dataset.cache.features): "
 FEATURES_OFF = "--dataset.cache.features=off"
+CLIP_FROZEN = ["--policy.vision_encoder_lr_multiplier=0", "--policy.image_crop_is_random=false"]
 
 
 @pytest.fixture(scope="module")
@@ -79,6 +81,17 @@ def test_xvla_with_a_frozen_encoder(dataset, xvla, tmp_path, log_lines):
 @pytest.mark.parametrize("mode", ["train_expert_only", "freeze_vision_encoder"])
 def test_pi0_with_a_frozen_encoder(mode, dataset, pi0, tmp_path, log_lines):
     flags = [*pi0, f"--policy.{mode}=true"]
+    plain = train(dataset, tmp_path / "plain", flags, FEATURES_OFF)
+    encoded = train(dataset, tmp_path / "encoded", flags)
+    assert said(log_lines, ON)
+    assert losses(encoded) == pytest.approx(losses(plain), rel=1e-4)
+
+
+@pytest.mark.parametrize("separate", [False, True])
+def test_windows_of_images_and_an_encoder_for_each_camera(separate, dataset, tmp_path, log_lines):
+    """A policy that sees two time steps, and takes one vector of each image."""
+    flags = ["--policy.device=cpu", *small_flags("multi_task_dit", tmp_path), *CLIP_FROZEN]
+    flags.append(f"--policy.use_separate_rgb_encoder_per_camera={str(separate).lower()}")
     plain = train(dataset, tmp_path / "plain", flags, FEATURES_OFF)
     encoded = train(dataset, tmp_path / "encoded", flags)
     assert said(log_lines, ON)
@@ -150,9 +163,15 @@ def test_several_datasets_one_without_the_camera(dataset, smolvla, tmp_path, log
         return folder
 
     plain = run("plain", FEATURES_OFF)
-    encoded = run("encoded")
+    encoded = run("encoded", "--dataset.cache.features=disk")
     assert said(log_lines, ON)
     assert losses(encoded) == pytest.approx(losses(plain), rel=1e-4)
+    # images that are missing are one black image
+    frames = {info.camera: info.ready for info in list_caches()}
+    first, second = (
+        json.loads((root / "meta/info.json").read_text())["total_frames"] for root in (dataset, other)
+    )
+    assert frames == {"observation.image": first + 1, "observation.images.second": second + 1}
 
 
 # On disk

@@ -41,6 +41,7 @@ class Impact(IntEnum):
 
 
 KINDS = {
+    "features": Impact.TIME,
     "frames": Impact.TIME,
     "decoder": Impact.TIME,
     "accumulation": Impact.TIME,
@@ -136,6 +137,9 @@ def possible_changes(config: TrainConfig, gpu: GPU, gpus: int = 1, fewer: int | 
 
 
 def _same_result(config: TrainConfig, fewer: int) -> Iterator[Change]:
+    if config.dataset.cache.features == "gpu":
+        why = "keeps the features of images in host memory"
+        yield Change("features", "--dataset.cache.features=ram", why)
     if config.dataset.cache.tier == "gpu":
         why = "caches frames in host memory instead of GPU memory"
         yield Change("frames", "--dataset.cache.tier=ram", why)
@@ -224,7 +228,7 @@ def would_be_captured(plan: Plan) -> bool:
 # Settings that do not change what one pass computes.
 SAME_PASS = {
     *("batch_size", "gradient_accumulation_steps", "parallel.strategy", "step"),
-    *("dataset.cache.tier", "dataset.decoder"),
+    *("dataset.cache.tier", "dataset.cache.features", "dataset.decoder"),
 }
 # Settings that do not change what stays from step to step: weights, the optimizer's state, a moving average.
 SAME_STATE = SAME_PASS | {"activation_checkpointing"}

@@ -373,8 +373,8 @@ class Policy(nn.Module):
         """
         return None
 
-    def encode_images(self, images: Tensor) -> Tensor:
-        """Processed images of one camera [N, C, H, W] -> their features [N, ...].
+    def encode_images(self, images: Tensor, camera: str) -> Tensor:
+        """Processed images of a camera [N, C, H, W] -> their features [N, ...].
 
         `loss` takes features [B, (T,) ...] instead of images, as `core.batch.IMAGE_FEATURES` and the camera's name.
         They are stored in the type that they have: see `image_encoder.for_linear_layer`.

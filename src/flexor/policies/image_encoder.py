@@ -29,7 +29,7 @@ class ImageEncoder(NamedTuple):
     settings: Mapping[str, Any]
     """Settings that change its output, such as the size that images are resized to. Plain data."""
     is_random: bool = False
-    """Whether it drops something by chance in training."""
+    """Whether it crops or drops something by chance in training."""
 
     @property
     def is_frozen(self) -> bool:

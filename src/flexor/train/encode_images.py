@@ -69,7 +69,7 @@ class ImageEncoding:
         name = self.names[camera]
         images = self.processing({name: rgb_on_device(format, rows)})[name]
         with torch.no_grad(), engine.autocast(), self._not_compiled():
-            return self.state.policy.encode_images(images)
+            return self.state.policy.encode_images(images, name)
 
     def _not_compiled(self) -> AbstractContextManager[object]:
         return not_compiled() if self.state.config.compile else nullcontext()
@@ -152,6 +152,7 @@ class FeaturePass:
             return np.empty(0, np.int64), torch.empty(0), None
         planes = None if chunk is None else chunk.planes
         features = self.encoding(self.store.frame_store, camera, planes)
+        features = features if features.is_cuda else features.cpu()
         rows = self.store.formats[camera].rows(features)
         ids = np.full(CHUNK, -1) if chunk is None else np.where(chunk.decoded, chunk.ids, -1)
         if self.exchanges:

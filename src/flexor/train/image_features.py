@@ -54,7 +54,7 @@ def why_not_encoded(policy: Policy, processing: Pipeline, augmented: bool) -> st
     if not encoder.is_frozen:
         return "the image encoder is trained"
     if encoder.is_random:
-        return "the image encoder drops something by chance in training"
+        return "the image encoder crops or drops something by chance in training"
     if augmented:
         return "dataset.image_transforms changes images at random"
     if image_steps(processing) is None:
@@ -95,6 +95,7 @@ def fill_features(features: ImageFeatures, state: TrainState, loader: Loader) ->
     reason = next(filter(None, processes.gather(reason)), None)
     if reason is None:
         assert store is not None
+        loader.read_features(store, features.tier)
         ids = loader.frames_read(state.step, state.config.steps)
         filling = FeaturePass(features.encoding, store, per_rank=features.tier == "gpu")
         log.info(
@@ -118,7 +119,6 @@ def fill_features(features: ImageFeatures, state: TrainState, loader: Loader) ->
     log.info(
         "features of %d images are ready after %.1f s: steps neither decode nor encode them", count, seconds
     )
-    loader.read_features(store, features.tier)
     return True
 
 

@@ -8,12 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from math import prod
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from flexor.data.frames.clips import BlankClip
 from flexor.data.frames.store import CameraCache, FrameStore
 
 __all__ = ["FeatureFormat", "FeatureStore"]
@@ -69,6 +71,22 @@ class FeatureStore(FrameStore):
 
     def stored_format(self, camera: str) -> FeatureFormat:
         return self.formats[camera]
+
+    def image_ids(self, camera: str, ids: np.ndarray) -> np.ndarray:
+        """Images of a camera that a dataset lacks are black: all have the features of the first."""
+        blank = self.blank_episodes[camera]
+        if not len(blank):
+            return ids
+        return np.where(np.isin(self.episode_of(ids), blank), self.first_frame_of(int(blank[0])), ids)
+
+    @cached_property
+    def blank_episodes(self) -> dict[str, np.ndarray]:
+        """Those without an image of a camera, by camera, ascending."""
+        episodes: dict[str, list[int]] = {camera: [] for camera in self.formats}
+        for (camera, episode), clip in self.clips.items():
+            if isinstance(clip, BlankClip) and camera in episodes:
+                episodes[camera].append(episode)
+        return {camera: np.array(sorted(numbers), np.int64) for camera, numbers in episodes.items()}
 
     def decode(
         self,

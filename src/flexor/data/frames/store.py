@@ -106,6 +106,10 @@ class FrameStore:
         """What caches and slots hold of a frame: its planes, or something that was made of it."""
         return self.format(camera)
 
+    def image_ids(self, camera: str, ids: np.ndarray) -> np.ndarray:
+        """The same frames by the ids under which they are stored."""
+        return ids
+
     def set_rgb(self, rgb: bool) -> None:
         """Whether frames are converted to RGB right after decoding. Training on a CPU needs that, because windows
         would convert the same frame repeatedly. Do not change it while caches are open: they hold frames in the

@@ -325,7 +325,7 @@ class Loader(StepPlanner):
         for camera in self.cameras:
             steps = self.deltas.get(camera, [0])
             window, _ = window_rows(rows, steps, episodes.start[episode], episodes.end[episode])
-            frames[camera] = window + offset
+            frames[camera] = self.store.image_ids(camera, window + offset)
         return frames
 
     def _rows_of(self, steps: range) -> np.ndarray:

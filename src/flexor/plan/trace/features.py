@@ -39,7 +39,7 @@ def formats_of(policy: Policy, engine: Engine, count: int = 1) -> dict[str, Feat
     for camera, feature in policy.config.images.items():
         images = torch.zeros(count, *feature.shape, device=engine.device)
         with torch.no_grad(), engine.autocast():
-            features = policy.encode_images(images)
+            features = policy.encode_images(images, camera)
         formats[camera] = FeatureFormat(
             tuple(features.shape[1:]), features.dtype, f"{IMAGE_FEATURES}{camera}"
         )

@@ -77,7 +77,7 @@ class EO1(Policy):
         settings = {"grids": config.grids, "dtype": str(config.vlm_dtype)}
         return ImageEncoder(self.model.vlm_backbone.image_encoder(), settings)
 
-    def encode_images(self, images: Tensor) -> Tensor:
+    def encode_images(self, images: Tensor, camera: str) -> Tensor:
         return self.model.encode_camera(images)
 
     def _read(self, batch: Batch, mask: Tensor) -> SequenceContext:

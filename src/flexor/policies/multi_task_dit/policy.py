@@ -15,11 +15,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from flexor.core.batch import STATE, Batch
+from flexor.core.batch import IMAGE_FEATURES, STATE, Batch
 from flexor.core.errors import ConfigError
 from flexor.core.log import log
 from flexor.core.rng import NoiseSource
 from flexor.policies.base import ParamGroup
+from flexor.policies.image_encoder import ImageEncoder
 from flexor.policies.multi_task_dit.clip import ClipText, ClipVision
 from flexor.policies.multi_task_dit.config import MultiTaskDiTConfig
 from flexor.policies.multi_task_dit.transformer import DiffusionTransformer
@@ -60,6 +61,16 @@ class MultiTaskDiT(DenoisingPolicy):
     def load_backbone(self) -> None:
         for encoder in self.observation_encoder.encoders():
             encoder.load_pretrained()
+
+    def image_encoder(self) -> ImageEncoder | None:
+        config, vision = self.config, self.observation_encoder.vision()
+        if not vision:
+            return None
+        sizes = {"resized": config.resized, "crop": config.crop}
+        return ImageEncoder(vision, sizes, config.crop is not None and config.image_crop_is_random)
+
+    def encode_images(self, images: Tensor, camera: str) -> Tensor:
+        return self.observation_encoder.encode_images(images, camera)
 
     def shard_units(self) -> list[nn.Module]:
         layers = [layer for encoder in self.observation_encoder.encoders() for layer in encoder.layers()]
@@ -150,6 +161,8 @@ class ObservationEncoder(nn.Module):
 
     def _encode_images(self, batch: Batch, noise: NoiseSource) -> Tensor:
         """CLIP's vectors of all cameras: [B, T, cameras * D]. Cameras that share an encoder are encoded together."""
+        if f"{IMAGE_FEATURES}{self.cameras[0]}" in batch:  # [B, T, D] each
+            return torch.cat([batch[f"{IMAGE_FEATURES}{camera}"] for camera in self.cameras], -1)
         encoders = self.vision()
         groups = [self.cameras] if len(encoders) == 1 else [[camera] for camera in self.cameras]
         features = []
@@ -160,15 +173,26 @@ class ObservationEncoder(nn.Module):
             features.append(vectors.flatten(2))  # [B, T, N * D]
         return torch.cat(features, -1)
 
+    def encode_images(self, images: Tensor, camera: str) -> Tensor:
+        """CLIP's vectors [B, D] of a camera's images [B, 3, H, W], cropped in the centre."""
+        encoders = self.vision()
+        encoder = encoders[self.cameras.index(camera) if len(encoders) > 1 else 0]
+        resized = self._resize(images)
+        return encoder(resized if self.config.crop is None else center_crop(resized, self.config.crop))
+
     def _resize_and_crop(self, images: Tensor, noise: NoiseSource, name: str) -> Tensor:
         """Images [B, N, 3, H, W] in the input size of CLIP."""
         config = self.config
-        size = tuple(images.shape[-2:])
-        if size != config.resized:
-            flat = F.interpolate(images.flatten(0, 1), config.resized, mode="bilinear", antialias=True)
-            images = flat.unflatten(0, images.shape[:2])
+        images = self._resize(images.flatten(0, 1)).unflatten(0, images.shape[:2])
         if config.crop is None:
             return images
         if self.training and config.image_crop_is_random:
             return random_crop(images, config.crop, noise, name)
         return center_crop(images, config.crop)
+
+    def _resize(self, images: Tensor) -> Tensor:
+        """Images [N, 3, H, W] before they are cropped."""
+        size = self.config.resized
+        if tuple(images.shape[-2:]) == size:
+            return images
+        return F.interpolate(images, size, mode="bilinear", antialias=True)

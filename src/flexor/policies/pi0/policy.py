@@ -78,7 +78,7 @@ class PiPolicy(Policy):
     def image_encoder(self) -> ImageEncoder:
         return image_encoder(self.model.paligemma_with_expert.vlm, self.config)
 
-    def encode_images(self, images: Tensor) -> Tensor:
+    def encode_images(self, images: Tensor, camera: str) -> Tensor:
         return encode_images(self.model.paligemma_with_expert.vlm, self.config, images)
 
     def shard_units(self) -> list[nn.Module]:

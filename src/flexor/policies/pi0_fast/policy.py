@@ -224,7 +224,7 @@ class Pi0Fast(AutoregressivePolicy):
     def image_encoder(self) -> ImageEncoder:
         return image_encoder(self.paligemma.model, self.config)
 
-    def encode_images(self, images: Tensor) -> Tensor:
+    def encode_images(self, images: Tensor, camera: str) -> Tensor:
         return encode_images(self.paligemma.model, self.config, images)
 
     def shard_units(self) -> list[nn.Module]:

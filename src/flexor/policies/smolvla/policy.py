@@ -63,7 +63,7 @@ class SmolVLA(Policy):
         settings = {"size": self._image_size, "rounds_in_bf16": self.model.rounds_in_bf16}
         return ImageEncoder(self.model.vlm_with_expert.vlm.image_encoder(), settings)
 
-    def encode_images(self, images: Tensor) -> Tensor:
+    def encode_images(self, images: Tensor, camera: str) -> Tensor:
         prepared = prepare_images(images, self._image_size, "left-top")
         return for_linear_layer(self.model.vlm_with_expert.vlm.encode_images(prepared))
 

@@ -101,7 +101,7 @@ class XVLA(Policy):
         drops = vlm.size.vision.drop_path > 0
         return ImageEncoder([vlm.vision_tower], {"size": self.config.resize_imgs_with_padding}, drops)
 
-    def encode_images(self, images: Tensor) -> Tensor:
+    def encode_images(self, images: Tensor, camera: str) -> Tensor:
         size = self.config.resize_imgs_with_padding
         return self.model.vlm.encode_images(prepare_images(images, size, "left-top", normalized=True))
 
