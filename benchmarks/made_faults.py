@@ -236,13 +236,7 @@ SMOLVLA = {
 STUDIES = (
     Study("one_task", (PUT,), ONE_TASK, DIFFUSION),
     Study("two_tasks", (PUT, HOME), TWO_TASKS, SMOLVLA),
-    Study(
-        "without_words",
-        (PUT, HOME),
-        WITHOUT_WORDS,
-        SMOLVLA | {"steps": 400, "scheduler.num_decay_steps": 400},
-        shuffle_words,
-    ),
+    Study("without_words", (PUT, HOME), WITHOUT_WORDS, SMOLVLA, shuffle_words),
 )
 
 

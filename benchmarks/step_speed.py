@@ -5,10 +5,11 @@
 Batches are made up and lie on the GPU. All cases run one after the other in this process, so that they meet the same
 machine. LeRobot 0.6.1 is measured if it is installed here, in float32 and in bf16; ratios are to the faster of the two.
 LeRobot runs with the settings of torch that its own train command makes (`as_lerobot_trains`).
-Cameras are 2 of 480x640 for ACT, Diffusion Policy, Multi-Task DiT and SmolVLA, 2 of 224x224 for pi0, 1 of 96x96 for
-VQ-BeT (its second phase), 1 of 84x84 for TD-MPC, 2 of 256x256 for X-VLA. Multi-Task DiT has a CLIP ViT-B/16 with random
-weights, SmolVLA a random SmolVLM2 of 500 M, pi0 a random PaliGemma, X-VLA a random Florence-2 large: they need
-`transformers`, but no Hub.
+Cameras are 2 of 480x640 for ACT, Diffusion Policy, Multi-Task DiT, SmolVLA and EO-1, 2 of 224x224 for pi0, 2 of 256x256
+for X-VLA, 1 of 96x96 for VQ-BeT (its second phase), 1 of 84x84 for TD-MPC. Multi-Task DiT has a CLIP ViT-B/16 with
+random weights, SmolVLA a random SmolVLM2 of 500 M, pi0 a random PaliGemma, X-VLA a random Florence-2 large, EO-1 a
+random Qwen2.5-VL of 3 B, whose own type is bfloat16: they need `transformers`, but no Hub. EO-1's images are resized
+before the step in LeRobot, and in the step here.
 """
 
 import argparse
@@ -36,6 +37,7 @@ from flexor.config.parse import load_config
 from flexor.config.schema import TrainConfig
 from flexor.plan.data.imagined_robot import Robot
 from flexor.policies.base import PolicyConfig
+from flexor.policies.eo1.config import EO1Config
 from flexor.policies.features import Kind
 from flexor.policies.fit import deltas_of
 from flexor.policies.processing.tokenize import TASK_MASK, TASK_TOKENS
@@ -81,10 +83,12 @@ CASES = [
     Case("pi0", 8, SMALL, "full, checkpointing", LOWER | {"gradient_checkpointing": True}),
     Case("pi0", 32, SMALL, "full, checkpointing", LOWER | {"gradient_checkpointing": True}),
     Case("pi0", 32, SMALL, "full", LOWER),
+    Case("eo1", 8, TWO, "full"),
+    Case("eo1", 32, TWO, "full"),
     Case("xvla", 8, MEDIUM),
     Case("xvla", 32, MEDIUM),
 ]
-LARGE = ("smolvla", "pi0", "xvla")
+LARGE = ("smolvla", "pi0", "eo1", "xvla")
 POLICIES = list(dict.fromkeys(case.policy for case in CASES))
 PLAIN = ["--step=eager", "--precision=no", "--channels_last=false"]
 WAYS = {
@@ -186,6 +190,8 @@ def lerobot_policy(case: Case, folder: Path) -> tuple[PolicyConfig, Any, torch.o
         theirs |= {"vlm_model_name": str(folder / VLM)}
     elif case.policy == "xvla":
         theirs |= {"florence_config": dict(FLORENCE_2_LARGE)}
+    elif case.policy == "eo1":  # with a path, LeRobot makes random weights
+        theirs |= {"vlm_config": ours.described_vlm(), "pretrained_path": folder}
     elif case.policy in ("act", "diffusion", "vqbet"):
         theirs["pretrained_backbone_weights"] = None
     config = make_policy_config(case.policy, **theirs, **case.settings)
@@ -230,11 +236,33 @@ def lerobot_batch(config: PolicyConfig, size: int) -> dict[str, Tensor]:
         shape = size, len(config.reward_deltas)
         batch |= {"next.reward": torch.rand(shape, device=DEVICE)}
         batch |= {"next.reward_is_pad": torch.zeros(shape, dtype=torch.bool, device=DEVICE)}
+    if isinstance(config, EO1Config):
+        batch |= eo1_conversation(config, size)
     if hasattr(config, "tokenizer_max_length"):
         shape = size, config.tokenizer_max_length
         batch |= {TASK_TOKENS: torch.randint(0, 1000, shape, device=DEVICE)}
         batch |= {TASK_MASK: torch.ones(shape, dtype=torch.bool, device=DEVICE)}
     return batch
+
+
+def eo1_conversation(config: EO1Config, size: int) -> dict[str, Any]:
+    """A task of ten words, the images of all cameras and a chunk, as tokens of Qwen2.5-VL."""
+    image, start, end, state, action = 151_655, 151_652, 151_653, 151_669, 151_666
+    images = [token for grid in config.grids for token in (start, *[image] * grid.tokens, end)]
+    ids = [*range(15), *images, 151_668, state, 151_670, *range(16), 151_665]
+    tokens = torch.tensor([*ids, *[action] * config.chunk_size, 151_667, 7, 8], device=DEVICE).expand(
+        size, -1
+    )
+    patches = sum(grid.patches for grid in config.grids)
+    return {
+        "input_ids": tokens,
+        "attention_mask": torch.ones_like(tokens),
+        "mm_token_type_ids": (tokens == image).int(),
+        "pixel_values": torch.randn(size * patches, 1176, device=DEVICE),
+        "image_grid_thw": torch.tensor([[1, *grid] for grid in config.grids] * size, device=DEVICE),
+        "state_token_id": state,
+        "action_token_id": action,
+    }
 
 
 def main() -> None:

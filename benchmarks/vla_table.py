@@ -17,7 +17,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 RANDOM_WEIGHTS = "--policy.load_vlm_weights=false"  # as fast and as large as published ones
-COMMON = ["--batch_size=8", RANDOM_WEIGHTS, "--json"]
+WITH_IMAGES = "--dataset.cache.features=off"  # each step encodes its images, also where the encoder is frozen
+COMMON = ["--batch_size=8", RANDOM_WEIGHTS, WITH_IMAGES, "--json"]
 
 
 class Row(NamedTuple):

@@ -56,6 +56,7 @@ LAYERS = {
         "memory",
         "data",
         "speed",
+        "image_features",
         "plan",
         "rank",
         "advise",

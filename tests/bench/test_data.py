@@ -116,6 +116,7 @@ def test_without_cameras_there_is_nothing_to_measure(lowdim, tmp_path, capsys):
         (["--batches=2", "--epochs=2"], "either --batches"),
         (["--warmup=100"], "is too long"),
         (["--ranks=0"], "at least 1"),
+        (["--dataset.cache.features=ram"], "has no model that encodes images"),
     ],
 )
 def test_impossible_options_are_refused(root, tmp_path, capsys, flags, message):

@@ -47,6 +47,20 @@ def affine(tmp_path: Path) -> list[str]:
     ]
 
 
+def test_a_step_that_reads_features_has_no_encoder(capsys):
+    flags = [
+        *("--policy.type=smolvla", "--policy.device=cpu", "--policy.vlm_model_name=builtin/tiny-vlm"),
+        *("--policy.load_vlm_weights=false", "--policy.num_vlm_layers=2", "--policy.chunk_size=4"),
+        *("--policy.n_action_steps=4", "--policy.resize_imgs_with_padding=[32,32]", *ROBOT, "--batch_size=2"),
+    ]
+    images, features = (bench(capsys, *flags, f"--dataset.cache.features={tier}") for tier in ("auto", "ram"))
+    assert features["flops_per_step"] < images["flops_per_step"]
+    assert features["rows"][0]["step_ms"] > 0
+    trained = ["--policy.train_expert_only=false", "--policy.freeze_vision_encoder=false"]
+    assert cli.main(["bench", "step", *flags, *trained, "--dataset.cache.features=ram"]) != 0
+    assert "the image encoder is trained" in capsys.readouterr().err
+
+
 def bench(capsys: pytest.CaptureFixture, *flags: str) -> dict:
     capsys.readouterr()
     assert cli.main(["bench", "step", "--json", "--steps=1", *flags]) == 0

@@ -50,7 +50,7 @@ def test_a_folder_and_a_repository_are_read_alike(hub, tmp_path):
         ("nowhere", r"^setting=nowhere: there is no such folder.*user/name.*Use another\.$"),
         (
             "ann/none",
-            r"^setting=ann/none is neither .* config\.json .*: 404: no such repository Use another\.$",
+            r"^setting=ann/none: there is no such folder, and it .*: 404: no such repository Use another\.$",
         ),
         ("ann/model", r"^setting=ann/model: there is no config\.json in .*Use another\.$"),
     ],

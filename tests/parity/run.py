@@ -39,7 +39,7 @@ from parity import (
 from parity.environment import lerobot_python
 from parity.exchange_flexor import Exchange
 from parity.kinds import KINDS, cases_of, golden, policies
-from parity.limits import Row, stored_limit
+from parity.limits import Row, live_limit, stored_limit
 from parity.records import difference
 
 TESTS = Path(__file__).parents[1]
@@ -66,7 +66,8 @@ def compare(kind: str, lerobot: Path, folder: Path) -> Iterator[Row]:
         for field in sorted(theirs.keys() | before.keys() | ours.keys()):
             far = difference(before.get(field), theirs.get(field))
             yield Row(f"{kind} {field}, as stored", far, stored_limit(kind, field))
-            yield Row(f"{kind} {field}", difference(ours.get(field), theirs.get(field)))
+            far = difference(ours.get(field), theirs.get(field))
+            yield Row(f"{kind} {field}", far, live_limit(kind, field))
 
 
 def load(path: Path) -> dict:

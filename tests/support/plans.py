@@ -42,6 +42,7 @@ SMALL: dict[str, dict[str, Any]] = {
     },
     "pi0_fast": small_pi.FAST_CONFIG,
     "xvla": {**small_xvla.TINY, "max_action_dim": 6},
+    "eo1": {"vlm_base": "builtin/tiny-qwen", "image_min_pixels": 784, "image_max_pixels": 3136},
 }
 
 

@@ -9,8 +9,9 @@ import pytest
 from flexor.cli.main import main
 from flexor.data.frames import cache_folders
 from flexor.data.frames.cache_folders import list_caches
-from flexor.train import encode_images
+from flexor.train import encode_images, image_features
 from support import ranks, runs
+from support.graphs import note_replays, without_device
 from support.small_policies import small_flags
 
 STEPS = 28  # at 8 samples: 1.6 epochs
@@ -254,11 +255,47 @@ def test_asked_for_although_the_run_is_short(dataset, smolvla, tmp_path, log_lin
     assert said(log_lines, "features of 16 images are ready")
 
 
+# In the memory of the device
+
+
+def keep_on_the_device() -> None:
+    """As on a GPU, with the host's memory."""
+    image_features.pick_feature_tier = lambda *_: "gpu"
+
+
+def test_features_on_the_device(dataset, smolvla, tmp_path, monkeypatch, log_lines):
+    in_ram = train(dataset, tmp_path / "ram", smolvla)
+    monkeypatch.setattr(image_features, "pick_feature_tier", lambda *_: "gpu")
+    assert losses(train(dataset, tmp_path / "run", smolvla)) == losses(in_ram)
+    assert said(log_lines, "of features on the GPU")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("tier", ["ram", "disk", "gpu"])
+def test_steps_on_a_gpu_are_captured_and_read_features(
+    tier, dataset, smolvla, tmp_path, log_lines, monkeypatch
+):
+    flags = [*without_device(smolvla), "--precision=bf16", "--deterministic=true"]
+    plain = train(dataset, tmp_path / "plain", flags, FEATURES_OFF)
+    replays = note_replays(monkeypatch)
+    flags.append(f"--dataset.cache.features={tier}")
+    graph = train(dataset, tmp_path / "graph", flags, "--step=graph", "--save_freq=14")
+    assert said(log_lines, ON) and len(replays) > STEPS // 2
+    assert losses(graph) == pytest.approx(losses(plain), rel=0.02)
+    eager = train(dataset, tmp_path / "eager", flags, "--step=eager")
+    assert losses(graph) == losses(eager)
+    cut = runs.cut_back(graph, tmp_path / "cut", 14)
+    assert main(["resume", str(cut)]) == 0
+    runs.assert_same(graph, cut, STEPS)
+
+
 # Several ranks
 
 WAYS = {
     "ddp": [],
+    "ddp, on the device": [],
     "fsdp": ["--parallel.strategy=fsdp"],
+    "fsdp, on the device": ["--parallel.strategy=fsdp"],
 }
 
 
@@ -268,7 +305,10 @@ def test_any_number_of_ranks_reads_the_same_features(way, dataset, smolvla, tmp_
     alone = train(dataset, tmp_path / "alone", smolvla, "--save_freq=14")
     more = [f"--steps={STEPS}", "--batch_size=4", "--save_freq=14", *WAYS[way]]
     folder = tmp_path / "two"
-    ranks.run(folder, 2, ["train", *runs.flags(dataset, folder / "run", smolvla, *more)])
+    then = dict.fromkeys(range(2), keep_on_the_device) if "device" in way else None
+    two = ranks.Ranks(folder, 2, ["train", *runs.flags(dataset, folder / "run", smolvla, *more)], then=then)
+    assert two.end() == [0, 0], two.errors()
+    assert ON in two.errors()
     assert ranks.losses(folder / "run") == pytest.approx(ranks.losses(alone), rel=1e-4)
     cut = runs.cut_back(folder / "run", tmp_path / "cut", 14)  # goes on as one process
     assert main(["resume", str(cut), "--parallel.strategy=auto"]) == 0

@@ -71,6 +71,11 @@ class RankMeasurements:
 
 def bench_data(config: TrainConfig, options: Options) -> dict[str, Any]:
     """Measure, and report results per epoch and in total."""
+    if config.dataset.cache.features not in ("auto", "off"):
+        raise ConfigError(
+            f"dataset.cache.features={config.dataset.cache.features}: `flexor bench data` has no model that encodes "
+            "images. Leave it out; `flexor bench step` measures steps that read features."
+        )
     threads = max(1, config.num_workers) * options.ranks
     with PeakMemory() as memory:
         at_start = memory.total

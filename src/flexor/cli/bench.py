@@ -11,6 +11,7 @@ from flexor.cli.flags import PRECISIONS, described_run, names_dataset, robot_fla
 from flexor.core.console import print_result, progress
 from flexor.core.errors import ConfigError
 from flexor.core.log import log
+from flexor.core.option_parser import OptionParser
 
 if TYPE_CHECKING:
     from flexor.config.schema import TrainConfig
@@ -18,11 +19,10 @@ if TYPE_CHECKING:
     from flexor.serve.predictor import Predictor
 
 
-def parser() -> argparse.ArgumentParser:
-    flags = argparse.ArgumentParser(
+def parser() -> OptionParser:
+    flags = OptionParser(
         prog="flexor bench",
         description="Measure one part of training or inference by itself.",
-        allow_abbrev=False,
     )
     measures = flags.add_subparsers(dest="what", required=True, metavar="data|step|policy|serve")
     _add_data(measures)
@@ -49,7 +49,6 @@ def _add_data(measures: Any) -> None:
         description="Load a dataset without a model, and compare the speed with the limits of the hardware. "
         "Settings of `flexor train` are accepted: --dataset.*, --batch_size, --num_workers, --seed, --policy.*. "
         "Several numbers of workers, such as --num_workers=1,2,4,8, show how the speed scales.",
-        allow_abbrev=False,
     )
     parser.add_argument(
         "--mode",
@@ -113,7 +112,6 @@ def _add_step(measures: Any) -> None:
         "and as one CUDA graph. The result is compared with the peak rates of this GPU, which are measured too. "
         "All settings of `flexor train` are accepted; --step=eager or --step=graph measures only that. "
         "Without a dataset, describe the robot with the flags below.",
-        allow_abbrev=False,
     )
     parser.add_argument(
         "--steps",
@@ -156,7 +154,6 @@ def _add_policy(measures: Any) -> None:
         "with its processing: eagerly, and on an NVIDIA GPU as one CUDA graph. Give a checkpoint; or --policy.type and "
         "other settings of `flexor train`, for a policy with random weights and the robot described with the flags "
         "below.",
-        allow_abbrev=False,
     )
     parser.add_argument(
         "checkpoint", nargs="?", help="a run, a checkpoint, a pretrained_model folder or a Hub repository"
@@ -203,7 +200,6 @@ def _add_serve(measures: Any) -> None:
         "decode (reading the observation), queue, model and encode (packing the actions). Give a checkpoint; or "
         "--policy.type and other settings of `flexor train`, for a policy with random weights. Without either, the "
         "server is measured alone, without a model.",
-        allow_abbrev=False,
     )
     parser.add_argument(
         "checkpoint", nargs="?", help="a run, a checkpoint, a pretrained_model folder or a Hub repository"

@@ -14,6 +14,7 @@ from flexor.core.console import print_json, print_result, progress
 from flexor.core.errors import ConfigError, DatasetError
 from flexor.core.findings import ERROR
 from flexor.core.log import log
+from flexor.core.option_parser import OptionParser
 from flexor.core.output_paths import check_output_file, check_output_folder
 from flexor.core.typed import Text, coerce
 
@@ -26,7 +27,7 @@ LISTED = "indices and half-open ranges such as 0,1,5:9, or @FILE with a JSON lis
 def run(arguments: list[str]) -> int:
     from flexor.data.loader import cache_flags
 
-    parser = argparse.ArgumentParser(
+    parser = OptionParser(
         prog="flexor data", description="Inspect, check and repair a dataset before training on it."
     )
     verbs = parser.add_subparsers(dest="verb", required=True)
@@ -42,8 +43,7 @@ def run(arguments: list[str]) -> int:
         return augmented.run(parsed, _address(parsed.root), settings)
     if parsed.verb in edit.VERBS:
         return edit.run(parsed, edit.shares(parser, parsed, settings, arguments), _local)
-    if settings:
-        parser.error(f"unrecognized arguments: {' '.join(settings)}")
+    parser.refuse(parsed, settings)
     verbs_run = {
         "info": _info,
         "check": _check,

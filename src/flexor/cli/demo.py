@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 import shutil
 import time
@@ -16,6 +15,7 @@ from flexor.config.schema import EvalConfig, TrainConfig
 from flexor.core.console import print_result, progress, table
 from flexor.core.devices import find_device
 from flexor.core.errors import ConfigError
+from flexor.core.option_parser import OptionParser
 from flexor.core.output_paths import check_output_folder
 from flexor.core.run_files import RUN_CONFIG
 from flexor.evaluate.play import play
@@ -31,7 +31,7 @@ SUMMARY = "summary.json"
 
 
 def run(arguments: list[str]) -> int:
-    parser = argparse.ArgumentParser(
+    parser = OptionParser(
         prog="flexor demo",
         description="Record demonstrations, train a policy and evaluate it on the built-in task, in minutes on a CPU. "
         "Settings of `flexor train` are accepted.",

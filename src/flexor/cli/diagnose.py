@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import argparse
 from pathlib import Path
 
 from flexor.core.console import print_result
 from flexor.core.errors import ConfigError
+from flexor.core.option_parser import OptionParser
 from flexor.core.run_files import METRICS
 
 
@@ -30,13 +30,13 @@ def run(arguments: list[str]) -> int:
     return 0
 
 
-def parser() -> argparse.ArgumentParser:
+def parser() -> OptionParser:
     text = (
         "Find what limits the speed of a run, while it trains or afterwards: data (decoding, disk, network, memory "
         "copies), kernel launches, communication, the GPU itself, memory, heat, a slow rank or other jobs on the "
         "machine. Shows the evidence, and the changes that help most."
     )
-    parser = argparse.ArgumentParser(prog="flexor diagnose", description=text)
+    parser = OptionParser(prog="flexor diagnose", description=text)
     parser.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="runs, or folders of runs")
     parser.add_argument(
         "--no-plan",

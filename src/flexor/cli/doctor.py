@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import importlib.metadata
 import os
 import platform
@@ -15,6 +14,7 @@ from typing import Any
 from flexor import __version__
 from flexor.core.console import print_result
 from flexor.core.machine import cache_folder, free_memory, total_memory, usable_cores
+from flexor.core.option_parser import OptionParser
 
 PACKAGES = (
     "torch",
@@ -39,7 +39,7 @@ LITTLE_MEMORY_GB = 2
 
 
 def run(arguments: list[str]) -> int:
-    parser = argparse.ArgumentParser(
+    parser = OptionParser(
         prog="flexor doctor",
         description="Show the information for a bug report, and problems with this machine. "
         "The exit code is 1 if there is a problem.",

@@ -9,6 +9,7 @@ from typing import Any
 
 from flexor.core.console import print_result, progress, table
 from flexor.core.errors import ConfigError
+from flexor.core.option_parser import OptionParser
 
 VERBS = ("split", "merge", "delete", "tasks", "trim")
 LISTED = "indices and half-open ranges such as 0,1,5:9 or 10:, or @FILE with a JSON list"
@@ -100,21 +101,21 @@ def _add_trim(verbs: Any) -> None:
 
 
 def shares(
-    parser: argparse.ArgumentParser,
+    parser: OptionParser,
     parsed: argparse.Namespace,
     words: Sequence[str],
     arguments: Sequence[str],
 ) -> dict[str, str]:
     """The parts of `split` and their shares, from the flags that no parser knows. Other verbs have none."""
-    if words and parsed.verb != "split":
-        parser.error(f"unrecognized arguments: {' '.join(words)}")
+    if parsed.verb != "split":
+        parser.refuse(parsed, words)
     written = {word.partition("=")[0].replace("_", "-"): word.partition("=")[0] for word in arguments}
     result: dict[str, str] = {}
     rest = list(words)
     while rest:
         flag, equals, share = rest.pop(0).partition("=")
         if not flag.startswith("--") or not (equals or rest):
-            parser.error(f"unrecognized arguments: {flag}. Name a part and its share: --train 0.9")
+            parser.error(f"{flag} has no value. Name a part and its share: --train 0.9")
         name = written.get(flag, flag)[2:]
         if name in result:
             parser.error(f"--{name} is there twice")

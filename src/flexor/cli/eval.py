@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-import argparse
 from pathlib import Path
 
 from flexor.cli import open_loop
 from flexor.cli.server_flags import server_address, server_flags
 from flexor.core.console import print_result, progress
+from flexor.core.option_parser import OptionParser
 
 
 def run(arguments: list[str]) -> int:
     from flexor.evaluate.report import evaluate_policy
 
-    parser = argparse.ArgumentParser(
+    parser = OptionParser(
         prog="flexor eval",
         description="Run episodes with a trained policy and report its success rate; or compare its predictions with "
         "recorded episodes (--open_loop).",

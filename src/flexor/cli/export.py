@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-import argparse
 from pathlib import Path
 
 from flexor.core.console import print_result
+from flexor.core.option_parser import OptionParser
 
 
 def run(arguments: list[str]) -> int:
     from flexor.train.checkpoint.export import export as run_export
 
-    parser = argparse.ArgumentParser(
+    parser = OptionParser(
         prog="flexor export",
         description="Write the policy of a checkpoint as one model.safetensors in LeRobot's format, even if "
         "several processes saved it in parts.",

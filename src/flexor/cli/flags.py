@@ -10,6 +10,7 @@ from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 from flexor.core.errors import ConfigError
+from flexor.core.option_parser import OptionParser
 from flexor.launch.local import flexor_command, supervise
 
 if TYPE_CHECKING:
@@ -46,7 +47,7 @@ def start_processes(arguments: list[str], processes: int, max_restarts: int = 0)
 
 def process_flags(verb: str) -> argparse.ArgumentParser:
     """The flags that set the number of processes."""
-    parser = argparse.ArgumentParser(prog=verb, add_help=False, allow_abbrev=False, usage=argparse.SUPPRESS)
+    parser = OptionParser(prog=verb, add_help=False, usage=argparse.SUPPRESS)
     exclusive = parser.add_mutually_exclusive_group()
     exclusive.add_argument(
         "--gpus", metavar="N", help="number of GPUs on this machine, one process per GPU; or all"

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import argparse
 import shlex
 
 from flexor.cli import resume, train
 from flexor.cli.flags import count_processes, process_flags, read_count, start_processes
 from flexor.core.console import print_text
 from flexor.core.errors import ConfigError
+from flexor.core.option_parser import OptionParser
 from flexor.core.typed import closest
 from flexor.launch.local import describe, flexor_command
 
@@ -50,14 +50,13 @@ def hf_jobs(arguments: list[str]) -> int:
 
 def local(arguments: list[str]) -> int:
     """`flexor launch local ...`: start the processes of a run on this machine."""
-    parser = argparse.ArgumentParser(
+    parser = OptionParser(
         prog="flexor launch local",
         usage="flexor launch local [--gpus=N | --processes=N] [--max-restarts=R] [--dry-run] "
         "[--] [train | resume RUN] [settings ...]",
         description="Train with one process per GPU of this machine, or continue a run. The default is to use all "
         "visible GPUs (CUDA_VISIBLE_DEVICES). On Ctrl-C, SIGTERM or SIGUSR1 the run saves a checkpoint and stops. The "
         "exit code is that of the first process that failed (75: a checkpoint was saved, so the run can be resumed).",
-        allow_abbrev=False,
         parents=[process_flags("")],
     )
     parser.add_argument(

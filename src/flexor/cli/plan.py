@@ -11,6 +11,7 @@ from flexor.cli.flags import ROBOT, described_run, names_dataset, robot_flags
 from flexor.core.console import print_json, print_text
 from flexor.core.errors import ConfigError
 from flexor.core.log import log
+from flexor.core.option_parser import OptionParser
 from flexor.core.output_paths import check_output_file
 from flexor.plan.data import FPS, FRAMES
 
@@ -21,13 +22,12 @@ if TYPE_CHECKING:
     from flexor.plan.site.hardware import GPU, Hardware
 
 
-def parser() -> argparse.ArgumentParser:
-    flags = argparse.ArgumentParser(
+def parser() -> OptionParser:
+    flags = OptionParser(
         prog="flexor plan",
         description="Estimate what a run needs before you start it: memory and time on any GPU, cost, and requirements "
         "for the host. No GPU is needed. All settings of `flexor train` are accepted. Without a dataset, describe one "
         "with the flags below.",
-        allow_abbrev=False,
     )
     _site_flags(flags.add_argument_group("where"))
     data = flags.add_argument_group("a dataset that is not recorded yet")

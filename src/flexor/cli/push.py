@@ -8,10 +8,11 @@ from typing import Any
 
 from flexor.cli.flags import dashed
 from flexor.core.console import print_result
+from flexor.core.option_parser import OptionParser
 
 
 def run(arguments: list[str]) -> int:
-    parser = argparse.ArgumentParser(
+    parser = OptionParser(
         prog="flexor push",
         description="Push the policy of a run to the Hugging Face Hub, with a model card, its settings and metrics. "
         "After an interruption, run it again: what is already on the Hub is not uploaded again.",

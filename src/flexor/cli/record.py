@@ -12,6 +12,7 @@ from flexor.cli.flags import dashed
 from flexor.cli.server_flags import server_address, server_flags
 from flexor.core.console import print_result, progress
 from flexor.core.errors import ConfigError
+from flexor.core.option_parser import OptionParser
 
 if TYPE_CHECKING:
     from flexor.evaluate.served import ServerAddress
@@ -24,7 +25,8 @@ def run(arguments: list[str]) -> int:
     from flexor.data.format.dataset_files import check_new_folder
     from flexor.sim.record import record_dataset
 
-    parsed, settings = parser().parse_known_args(dashed(arguments))
+    options = parser()
+    parsed, settings = options.parse_known_args(dashed(arguments))
     server = server_address(parsed)
     flags = vars(parsed)
     for name in ("server", "api_key", "certificate", "jpeg"):
@@ -37,22 +39,25 @@ def run(arguments: list[str]) -> int:
         return _record_robot(root, server, robot, flags, as_json)
     if server is not None:
         return _record_served(root, server, settings, successes_only, as_json, flags)
-    if settings or successes_only:
-        raise ConfigError(f"{settings[0] if settings else '--successes-only'} needs --server=ws://HOST:PORT.")
+    for_server = [word for word in settings if word.startswith("--env.")]
+    if for_server or successes_only:
+        raise ConfigError(
+            f"{for_server[0] if for_server else '--successes-only'} needs --server=ws://HOST:PORT."
+        )
+    options.refuse(parsed, settings)
     record_dataset(root, progress=progress("recording"), **flags)
     print_result({"root": str(root), **flags}, as_json, f"recorded {flags['episodes']} episodes in {root}")
     return 0
 
 
-def parser() -> argparse.ArgumentParser:
+def parser() -> OptionParser:
     from flexor.sim.record import OBSERVED, PIXELS
 
-    flags = argparse.ArgumentParser(
+    flags = OptionParser(
         prog="flexor record",
         description="Record demonstrations of the built-in task as a LeRobot dataset. With --server, record instead "
         "what the policy on a server sees and does: in any environment (--env.type=..., --env.kwargs=..., "
         "--env.max_steps=...), or on a robot.",
-        allow_abbrev=False,
     )
     add = flags.add_argument
     add("root", type=Path, help="new folder for the dataset")

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import argparse
 from pathlib import Path
 
 from flexor.core.console import print_result, progress
+from flexor.core.option_parser import OptionParser
 
 
 def run(arguments: list[str]) -> int:
@@ -19,12 +19,12 @@ def run(arguments: list[str]) -> int:
     return 0
 
 
-def parser() -> argparse.ArgumentParser:
+def parser() -> OptionParser:
     text = (
         "Write one HTML page about runs, while they train or afterwards: curves, where the time goes, plan against "
         "reality, differences of settings, checkpoints, images and videos. The page needs no network."
     )
-    parser = argparse.ArgumentParser(prog="flexor report", description=text)
+    parser = OptionParser(prog="flexor report", description=text)
     parser.add_argument("runs", nargs="+", type=Path, help="runs, or folders of runs, to compare")
     parser.add_argument(
         "--output",

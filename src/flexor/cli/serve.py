@@ -16,6 +16,7 @@ from flexor.cli.flags import PRECISIONS
 from flexor.core.console import print_json
 from flexor.core.errors import ConfigError
 from flexor.core.log import log
+from flexor.core.option_parser import OptionParser
 
 if TYPE_CHECKING:
     from flexor.serve.server import PolicyServer
@@ -24,15 +25,14 @@ if TYPE_CHECKING:
 KEY = "FLEXOR_API_KEY"
 
 
-def parser() -> argparse.ArgumentParser:
+def parser() -> OptionParser:
     from flexor.serve.settings import ServeSettings
 
     usual = ServeSettings()
-    flags = argparse.ArgumentParser(
+    flags = OptionParser(
         prog="flexor serve",
         description="Serve a trained policy to robots over the network, in the protocol of openpi's client. The port "
         "opens once the policy is loaded and warmed up. `/` shows a status page, `/metrics` is for Prometheus.",
-        allow_abbrev=False,
     )
     add = flags.add_argument
     add(

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 from pathlib import Path
 
 from flexor.core.console import print_json
 from flexor.core.errors import ConfigError
+from flexor.core.option_parser import OptionParser
 
 
 def run(arguments: list[str]) -> int:
@@ -28,9 +28,9 @@ def run(arguments: list[str]) -> int:
     return 0
 
 
-def parser() -> argparse.ArgumentParser:
+def parser() -> OptionParser:
     text = "Show runs on a live screen in the terminal, while they train or afterwards. Runs are only read."
-    parser = argparse.ArgumentParser(prog="flexor watch", description=text)
+    parser = OptionParser(prog="flexor watch", description=text)
     parser.add_argument(
         "runs", nargs="*", type=Path, default=[Path("runs")], help="runs, or folders of runs (default: runs)"
     )

@@ -18,7 +18,7 @@ from flexor.data.mixture.entries import check_entries
 from flexor.data.settings import DatasetConfig, SampleWeightingConfig, parse_image_size
 from flexor.policies import PolicyConfig
 from flexor.policies.adapters import LoraConfig
-from flexor.policies.augment.operations import read_transforms
+from flexor.policies.augment.operations import check_transform_names, read_transforms
 from flexor.policies.rename import check_names
 
 GROUPS = (
@@ -327,6 +327,7 @@ def validate(config: TrainConfig) -> None:
     validate_weights(config)
     _validate_hub(config)
     parse_image_size(dataset.cache.size)
+    check_transform_names(dataset.image_transforms)
     if dataset.image_transforms.enable:
         read_transforms(dataset.image_transforms)
     _validate_episodes(dataset.episodes)

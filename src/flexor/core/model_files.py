@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
+from difflib import get_close_matches
 from pathlib import Path
 
 from flexor.core.errors import ConfigError, FlexorError, first_line
@@ -42,9 +43,16 @@ class ModelFiles:
             return download(repo_id, patterns, revision or None, ignored=ignored)
         except Exception as error:  # the client raises many types; all mean the same to the user
             raise self.error(
-                f"{self.label} is neither a local folder nor a Hub repository that {', '.join(patterns)} can be "
-                f"downloaded from: {first_line(error)}{self.advice}"
+                f"{self.label}: there is no such folder{self._neighbours()}, and it can't be downloaded from the Hub: "
+                f"{first_line(error)}{self.advice}"
             ) from error
+
+    def _neighbours(self) -> str:
+        """The folders that are beside the one that is missing, if its parent exists."""
+        parent = Path(self.name).parent
+        names = sorted(entry.name for entry in parent.iterdir() if entry.is_dir()) if parent.is_dir() else []
+        near = get_close_matches(Path(self.name).name, names, n=3)
+        return f" ({parent} has {', '.join(near or names[:3])})" if names and parent != Path() else ""
 
     def path(self, file: str) -> Path:
         """One file."""

@@ -23,6 +23,7 @@ from flexor.config.schema import TrainConfig
 from flexor.core.console import print_result
 from flexor.core.errors import ConfigError, FlexorError
 from flexor.core.log import log
+from flexor.core.option_parser import OptionParser
 from flexor.core.output_paths import check_output_folder
 from flexor.core.typed import closest
 from flexor.launch.local import flexor_command
@@ -127,13 +128,12 @@ OTHER = "any other flag of sbatch, such as --sbatch='--exclusive'; repeatable"
 
 
 def parser() -> argparse.ArgumentParser:
-    flags = argparse.ArgumentParser(
+    flags = OptionParser(
         prog="flexor launch slurm",
         usage="flexor launch slurm [options] [--] [train | resume RUN] [settings ...]",
         description="Write a batch script for SLURM and submit it. Before its time limit, the job saves a checkpoint "
         "and requeues itself, and then resumes where it stopped. It is named after the run's job_name. Script and logs "
         "are in RUN.slurm, next to the run folder. Settings of the run may also be given before --.",
-        allow_abbrev=False,
     )
 
     def add(group: Any, flag: str, **kwargs: Any) -> None:

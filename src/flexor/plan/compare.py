@@ -15,6 +15,7 @@ from flexor.plan.rank import COUNTS, Choice, Ranking, cheapest
 from flexor.plan.site.hardware import GPU, Hardware
 from flexor.plan.speed.speeds import assumed as assumed_speeds
 from flexor.plan.speed.time import step_time
+from flexor.plan.trace.features import reads_features
 from flexor.plan.trace.traces import Traces
 
 
@@ -90,5 +91,6 @@ def alone(plan: Plan, traces: Traces) -> float:
     if plan.site.world_size == 1:
         return plan.run_time.step.seconds
     gpu, split = plan.site.gpu, plan.split
-    trace = traces.at(split.batch_size, split.accumulation, gpu)
+    features = reads_features(plan.config)
+    trace = traces.at(split.batch_size, split.accumulation, gpu, features=features)
     return step_time(trace, gpu, config=plan.config).seconds

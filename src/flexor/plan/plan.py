@@ -26,6 +26,7 @@ from flexor.plan.data.host import (
     loading_seconds,
     supply,
 )
+from flexor.plan.image_features import NONE, Around, PlannedFeatures, plan_features, with_features
 from flexor.plan.memory.memory import MemoryPlan, MemoryPlanner, is_captured, usable
 from flexor.plan.site import money
 from flexor.plan.site.hardware import GPU, Flavor, Hardware
@@ -124,7 +125,9 @@ class RunTime:
     """Data loading in the first epoch, on one node."""
     later: DataSupply
     seconds: float
-    """Of the whole run."""
+    """Of the whole run, with the pass that encodes all images if there is one."""
+    first_pass_s: float = 0.0
+    """Of that pass."""
 
     @property
     def hours(self) -> float:
@@ -165,6 +168,8 @@ class Plan:
     """Samples per pass; None if it was not searched."""
     run_time: RunTime
     loading: Loading
+    features: PlannedFeatures
+    """What steps read instead of images, if each image is encoded once."""
     host_memory: HostMemory
     disk: Disk
     checkpoints: CheckpointCounts
@@ -189,7 +194,9 @@ class Plan:
 
     @property
     def samples_per_s(self) -> float:
-        return self.config.steps * self.split.global_batch / self.run_time.seconds
+        return (
+            self.config.steps * self.split.global_batch / (self.run_time.seconds - self.run_time.first_pass_s)
+        )
 
     @property
     def epochs(self) -> float:
@@ -219,22 +226,21 @@ def make_plan(
     second, and how many actions of a chunk it executes. Without `search`, the largest batch size is not computed.
     """
     config, split = settled(config, site, data)
-    cache, keep = config.dataset.cache, config.checkpoint
-    robot = _robot(config.policy, rate_hz, executed)
-    planner = MemoryPlanner(
-        config, site.gpu, world_size=site.world_size, local_world_size=site.gpus, traces=traces
-    )
+    features = features_on(site, config, data, split.global_batch, speeds, speed)
+    config = with_features(config, features)
+    cache = config.dataset.cache
+    planner = _planner(config, site, traces)
     trace = planner.trace(split.batch_size, split.accumulation)
-    loading = loading_on(site, config, data, split)
-    frames = gpu_cache_bytes(data, loading, cache)
+    loading = loading_on(site, config, data, split, features)
+    frames = features.stored_in("gpu") if loading.features else gpu_cache_bytes(data, loading, cache)
     memory, fits = _memory(planner, trace, frames)
     parallelism = memory.parallelism
     step = step_time(trace, site.gpu, config=config, parallelism=parallelism, speeds=speeds, links=site.links)
-    run_time = predict_run_time(step, config, data, site, split, loading, speed)
+    run_time = predict_run_time(step, config, data, site, split, loading, speed, features)
     checkpoint = _checkpoint(trace, config, parallelism.shards > 1)
-    checkpoints = checkpoints_kept(config.steps, config.save_freq, keep.keep_last, keep.keep_every)
+    checkpoints = _checkpoints(config)
     copy = _host_copy(trace, config, parallelism.shards, site.gpus)
-    host = host_memory(data, loading, cache, copy, sum(trace.float32_on_host))
+    host = host_memory(data, loading, cache, copy, sum(trace.float32_on_host), features.stored_in("ram"))
     return Plan(
         config=config,
         data=data,
@@ -246,13 +252,14 @@ def make_plan(
         largest_batch=planner.largest_batch(split.accumulation, like=trace) if search else None,
         run_time=run_time,
         loading=loading,
+        features=features,
         host_memory=host,
-        disk=disk_needed(data, loading, cache, checkpoint, checkpoints),
+        disk=disk_needed(data, loading, cache, checkpoint, checkpoints, features.stored_in("disk")),
         checkpoints=checkpoints,
         checkpoint=checkpoint,
-        robot=robot,
+        robot=_robot(config.policy, rate_hz, executed),
         rate_hz=rate_hz,
-        concurrent=_concurrent_runs(site, memory, host, run_time, config) if site.world_size == 1 else None,
+        concurrent=_concurrent_runs(site, memory, host, run_time, config),
         money=costs(site, run_time.hours, run_time.busy, hardware),
         parameters=trace.parameters,
         trained=trace.trained,
@@ -261,11 +268,22 @@ def make_plan(
     )
 
 
+def _planner(config: TrainConfig, site: Site, traces: Traces | None) -> MemoryPlanner:
+    return MemoryPlanner(
+        config, site.gpu, world_size=site.world_size, local_world_size=site.gpus, traces=traces
+    )
+
+
 def _memory(planner: MemoryPlanner, trace: Trace, frames: int) -> tuple[MemoryPlan, bool]:
     """The memory of a run beside the cached frames on its GPU, and whether it fits."""
     memory, room = planner.plan(trace), usable(planner.gpu) - frames
     fits = memory.total <= room or (not frames and planner.fits(trace.batch_size, trace.accumulation))
     return (memory.within(room) if fits else memory), fits
+
+
+def _checkpoints(config: TrainConfig) -> CheckpointCounts:
+    keep = config.checkpoint
+    return checkpoints_kept(config.steps, config.save_freq, keep.keep_last, keep.keep_every)
 
 
 def _checkpoint(trace: Trace, config: TrainConfig, sharded: bool) -> int:
@@ -303,8 +321,29 @@ def settled(config: TrainConfig, site: Site, data: Data) -> tuple[TrainConfig, S
     return resolve_batch(config, split, data.frames), split
 
 
-def loading_on(site: Site, config: TrainConfig, data: Data, split: Split) -> Loading:
-    tier = choose_tier(data, config.dataset.cache, site.host.memory, site.host.disk, rgb=False)
+def features_on(
+    site: Site,
+    config: TrainConfig,
+    data: Data,
+    global_batch: int,
+    speeds: Speeds | None = None,
+    speed: Speed | None = None,
+) -> PlannedFeatures:
+    """Features of a run's images on one site. The settings are settled for its GPU."""
+    around = Around(site.host.memory, site.host.disk, site.host.cores, site.gpus)
+    samples = config.steps * global_batch if config.epochs is None else round(config.epochs * data.frames)
+    return plan_features(config, data, site.gpu, around, samples, speeds=speeds, speed=speed)
+
+
+def loading_on(
+    site: Site, config: TrainConfig, data: Data, split: Split, features: PlannedFeatures = NONE
+) -> Loading:
+    encoded = features.tier != "off"
+    tier = (
+        "stream"
+        if encoded
+        else choose_tier(data, config.dataset.cache, site.host.memory, site.host.disk, rgb=False)
+    )
     return Loading(
         batch_size=split.batch_size,
         accumulation=split.accumulation,
@@ -312,7 +351,8 @@ def loading_on(site: Site, config: TrainConfig, data: Data, split: Split) -> Loa
         world_size=site.world_size,
         workers=config.num_workers,
         tier=tier,
-        gpu_decoder=config.dataset.decoder == "nvdec",
+        gpu_decoder=config.dataset.decoder == "nvdec" and not encoded,
+        features=features.image_bytes if encoded else 0,
     )
 
 
@@ -324,15 +364,16 @@ def predict_run_time(
     split: Split,
     loading: Loading,
     speed: Speed | None = None,
+    features: PlannedFeatures = NONE,
 ) -> RunTime:
-    """The time of the steps, including waiting for data."""
+    """The time of the steps, including waiting for data, and of the pass that encodes all images."""
     demand = split.global_batch / site.nodes / step.seconds
-    speed = speed or expected_speed(data)
+    speed = features.speed(data) if loading.features else speed or expected_speed(data)
     first = supply(data, speed, loading, demand, site.host.cores)
     later = supply(data, speed, loading, demand, site.host.cores, cached=loading.tier != "stream")
     samples = config.steps * split.global_batch / site.nodes
     seconds = loading_seconds(samples, -(-data.frames // site.nodes), first, later)
-    return RunTime(step, first, later, seconds)
+    return RunTime(step, first, later, seconds + features.first_pass_s, features.first_pass_s)
 
 
 def _robot(policy: PolicyConfig, rate_hz: float, executed: int | None) -> Exchange:
@@ -353,7 +394,9 @@ def _robot(policy: PolicyConfig, rate_hz: float, executed: int | None) -> Exchan
 
 def _concurrent_runs(
     site: Site, memory: MemoryPlan, host: HostMemory, run_time: RunTime, config: TrainConfig
-) -> ConcurrentRuns:
+) -> ConcurrentRuns | None:
+    if site.world_size > 1:
+        return None
     machine = Resources(usable(site.gpu), site.host.memory, site.host.cores)
     run = Resources(memory.total, host.total, 1 + min(config.num_workers, run_time.later.threads))
     return concurrent_runs(machine, run, max(0.01, run_time.busy))

@@ -10,14 +10,17 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
+from flexor.config.for_gpu import settle_for_gpu
 from flexor.config.schema import TrainConfig
 from flexor.plan.data.host import Data, Speed
+from flexor.plan.image_features import PlannedFeatures, with_features
 from flexor.plan.memory.memory import MemoryPlan, MemoryPlanner, Parallelism, context_of, usable
-from flexor.plan.plan import Site, costs, loading_on, predict_run_time, settled, site_of
+from flexor.plan.plan import Host, Site, costs, features_on, loading_on, predict_run_time, settled, site_of
 from flexor.plan.site.hardware import GPU, Hardware
 from flexor.plan.speed.speeds import Speeds, load
 from flexor.plan.speed.time import step_time
 from flexor.plan.trace.events import Trace
+from flexor.plan.trace.features import reads_features
 from flexor.plan.trace.traces import LOW, Traces
 from flexor.train.ranks.split import Split
 
@@ -75,7 +78,10 @@ class Ranking:
         self.config, self.data, self.hardware = config, data, hardware
         self.speeds, self.speed, self.calibrated = speeds, speed, calibrated
         self.traces = traces or Traces(config)
-        self._plans: dict[tuple[int | None, tuple[str, bool | None], int, int, Parallelism], MemoryPlan] = {}
+        self._encoded: dict[tuple[str, int, Host], PlannedFeatures] = {}
+        self._plans: dict[
+            tuple[int | None, tuple[str, bool | None, bool], int, int, Parallelism], MemoryPlan
+        ] = {}
 
     def choices(self, gpus: Iterable[GPU], counts: Sequence[int] = COUNTS) -> list[Choice]:
         """All choices: the cheapest first, then those without a price, the fastest first; those that do not fit last.
@@ -112,7 +118,18 @@ class Ranking:
 
     def _trace(self, split: Split, site: Site) -> Trace:
         passes = (split.batch_size, split.accumulation)
-        return self.traces.at(*passes, site.gpu, exact=False)
+        encoded = self._features(site).tier != "off"
+        return self.traces.at(*passes, site.gpu, exact=False, features=encoded)
+
+    def _features(self, site: Site) -> PlannedFeatures:
+        """Features of the run's images there."""
+        assert self.config.global_batch_size
+        key = (site.gpu.name, site.gpus, site.host)
+        if key not in self._encoded:
+            config = settle_for_gpu(self.config, site.gpu.compute_capability)
+            batch = self.config.global_batch_size
+            self._encoded[key] = features_on(site, config, self.data, batch, self.speeds, self.speed)
+        return self._encoded[key]
 
     def _splits(self, count: int) -> Iterator[Split]:
         """Ways to split the global batch, the largest passes first."""
@@ -125,13 +142,14 @@ class Ranking:
                 yield Split(per_gpu // passes, passes, count)
 
     def _planner(self, site: Site) -> MemoryPlanner:
-        return MemoryPlanner(self.config, site.gpu, world_size=site.world_size, traces=self.traces)
+        config = with_features(self.config, self._features(site))
+        return MemoryPlanner(config, site.gpu, world_size=site.world_size, traces=self.traces)
 
     def _memory(self, trace: Trace, site: Site) -> MemoryPlan:
         planner = self._planner(site)
         no_cuda = site.gpu.compute_capability is None
         context = None if no_cuda else context_of(site.gpu, site.world_size)
-        settled = (planner.config.precision, planner.config.channels_last)
+        settled = (planner.config.precision, planner.config.channels_last, reads_features(planner.config))
         key = (context, settled, trace.batch_size, trace.accumulation, planner.parallelism(trace))
         if key not in self._plans:
             self._plans[key] = planner.plan(trace)
@@ -157,8 +175,9 @@ class Ranking:
             speeds=speeds,
             links=site.links,
         )
-        loading = loading_on(site, config, self.data, split)
-        run_time = predict_run_time(step, config, self.data, site, split, loading, self.speed)
+        features = self._features(site)
+        loading = loading_on(site, config, self.data, split, features)
+        run_time = predict_run_time(step, config, self.data, site, split, loading, self.speed, features)
         money = costs(site, run_time.hours, run_time.busy, self.hardware)
         return Choice(
             gpu=site.gpu,

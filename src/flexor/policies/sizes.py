@@ -40,6 +40,7 @@ SETTING_LIMITS = {
     **dict.fromkeys(("vqvae_n_embed", "vqvae_embedding_dim"), 1 << 14),
     "gpt_block_size": 1 << 12,
     "image_size": 1 << 12,  # of a vision-language model
+    **dict.fromkeys(("image_min_pixels", "image_max_pixels"), 1 << 24),
 }
 IMAGE_SIZES = ("_shape", "_resolution", "resize_imgs_with_padding")  # settings with a height and width
 LENGTHS = ("optimizer_", "scheduler_")  # settings of the training, which are no sizes

@@ -10,8 +10,11 @@ import torch
 from flexor.core.log import log
 from flexor.data.dataset import Dataset
 from flexor.data.mixture.mixed import MixedDataset
+from flexor.policies.augment.operations import describe_transforms
 from flexor.train.checkpoint.state import TrainState
 from flexor.train.engine.base import Engine
+
+PRECISIONS = {"no": "float32"}
 
 
 def log_setup(state: TrainState, training: Dataset, held_out: Dataset | None, resumed: Path | None) -> None:
@@ -20,18 +23,24 @@ def log_setup(state: TrainState, training: Dataset, held_out: Dataset | None, re
     parameters = list(state.policy.parameters())
     trained = sum(p.numel() for p in parameters if p.requires_grad)
     total = sum(p.numel() for p in parameters)
-    sizes = f"{total / 1e6:.1f} M parameters, {trained / 1e6:.1f} M trained"
+    part = "all" if trained == total else f"{trained / 1e6:.1f} M"
     device = state.engine.device if state.engine.world_size == 1 else f"{state.engine.world_size} processes"
-    log.info("%s: %s, on %s, precision %s", config.policy.type, sizes, device, state.engine.precision)
+    precision = PRECISIONS.get(state.engine.precision, state.engine.precision)
+    log.info(
+        "%s: %.1f M parameters, %s trained, on %s in %s",
+        *(config.policy.type, total / 1e6, part, device, precision),
+    )
     _log_ranks(state.engine)
     also = f" and {len(held_out.episodes)} held out" if held_out is not None else ""
     log.info("%s: %d episodes, %d frames%s", training.repo_id, len(training.episodes), len(training), also)
     if isinstance(training, MixedDataset):
         _log_members(training)
-    rates = ", ".join(f"{group['initial_lr']:g}" for group in state.optimizer.param_groups)
-    batch = f"{state.split.global_batch} samples each ({state.split})"
+    if state.augmentation is not None:
+        log.info("image augmentation: %s", describe_transforms(config.dataset.image_transforms))
+    rates = ", ".join(dict.fromkeys(f"{group['initial_lr']:g}" for group in state.optimizer.param_groups))
+    batch = f"{state.split.global_batch} samples each{state.split.parts}"
     optimizer = config.optimizer.type
-    log.info("steps %d to %d, %s, %s lr %s", state.step, config.steps, batch, optimizer, rates)
+    log.info("steps %d to %d of %s, %s, learning rate %s", state.step, config.steps, batch, optimizer, rates)
     log.info("run folder %s%s", config.output_dir, f", resuming from {resumed.name}" if resumed else "")
 
 

@@ -233,6 +233,7 @@ class ChunkDecoder:
             if chunk.complete:
                 self._put(chunk)
 
+        self.frames.read_ahead(self.camera, ids)
         try:
             bad = self.frames.decode(self.camera, ids, slot, decoded)
         except SourceError:  # the data can't be reached: that is not a bad frame

@@ -24,8 +24,10 @@ from flexor.data.loader.open_features import (
     open_feature_caches,
     pick_feature_tier,
 )
+from flexor.policies.base import Policy
 from flexor.policies.fit import sample_of
 from flexor.policies.image_encoder import digest_of, image_steps
+from flexor.policies.processing.pipeline import Pipeline
 from flexor.train.checkpoint.state import TrainState
 from flexor.train.encode_images import CHUNK, FeaturePass, ImageEncoding
 
@@ -44,16 +46,16 @@ class ImageFeatures:
     tier: str
 
 
-def why_not(state: TrainState) -> str | None:
-    """Why a run can't encode its images once; None if it can."""
-    encoder = state.policy.image_encoder()
+def why_not_encoded(policy: Policy, processing: Pipeline, augmented: bool) -> str | None:
+    """Why a run can't encode each image once; None if it can. Plans ask too."""
+    encoder = policy.image_encoder()
     if encoder is None:
-        return f"policy.type={state.config.policy.type} has no image encoder that can be frozen"
+        return f"policy.type={policy.config.type} has no image encoder that can be frozen"
     if not encoder.is_frozen:
         return "the image encoder is trained"
-    if state.augmentation is not None:
+    if augmented:
         return "dataset.image_transforms changes images at random"
-    if image_steps(state.preprocessor) is None:
+    if image_steps(processing) is None:
         return "the policy's processing changes images together with other inputs"
     return None
 
@@ -63,9 +65,9 @@ def choose_features(state: TrainState, dataset: Dataset) -> ImageFeatures | None
     cache, processes = state.config.dataset.cache, state.engine.processes
     if cache.features == "off" or not state.config.policy.images:
         return None
-    reason = why_not(state)
+    reason = why_not_encoded(state.policy, state.preprocessor, state.augmentation is not None)
     if cache.features != "auto" and reason is not None:
-        raise ConfigError(f"dataset.cache.features={cache.features}: {reason}. Leave it out.")
+        raise not_possible(cache.features, reason)
     if reason is None and cache.features == "auto":
         reason = processes.share(lambda: _why_not_worth_it(state, dataset))
     if reason is None:
@@ -107,6 +109,8 @@ def fill_features(features: ImageFeatures, state: TrainState, loader: Loader) ->
         _log_off(reason)
         return False
     assert store is not None
+    if state.engine.device.type == "cuda":
+        torch.cuda.empty_cache()  # steps need memory of other sizes
     count, seconds = sum(map(len, ids.values())), time.perf_counter() - started
     log.info(
         "features of %d images are ready after %.1f s: steps neither decode nor encode them", count, seconds
@@ -128,8 +132,17 @@ def _why_not_worth_it(state: TrainState, dataset: Dataset) -> str | None:
 
 def _too_rarely(state: TrainState, dataset: Dataset) -> str | None:
     """Why a pass over all images does not pay."""
-    reads = _reads(state)
-    often = reads / max(1, min(reads, len(dataset)))
+    return too_rarely(_reads(state), len(dataset))
+
+
+def not_possible(tier: str, reason: str) -> ConfigError:
+    """The error of a run that asks for features which it can't have."""
+    return ConfigError(f"dataset.cache.features={tier}: {reason}. Leave it out.")
+
+
+def too_rarely(reads: int, frames: int) -> str | None:
+    """Why it does not pay to encode all images for so many reads of an image of a camera."""
+    often = reads / max(1, min(reads, frames))
     return f"each would be read only {often:.1f} times" if often < LEAST_READS else None
 
 

@@ -82,10 +82,7 @@ def test_list_and_prune(folder, capsys):
     ],
 )
 def test_mistakes(dataset, capsys, flags, words):
-    try:
-        code = main(["data", "cache", *[flag.replace("ROOT", str(dataset)) for flag in flags]])
-    except SystemExit as exit:
-        code = exit.code
+    code = main(["data", "cache", *[flag.replace("ROOT", str(dataset)) for flag in flags]])
     assert code in (1, 2) and words in capsys.readouterr().err
 
 

@@ -8,6 +8,7 @@ import torch
 from parity.eo1.qwen import make_qwens
 from parity.inputs import BATCH, STATE, actions, camera, observation
 from parity.kinds import FOLDER
+from parity.limits import IN_BF16
 from parity.records import values
 
 STEPS = 8  # of acting: several chunks
@@ -29,6 +30,11 @@ MODES = {"VISUAL": "IDENTITY", "STATE": "MEAN_STD", "ACTION": "MEAN_STD"}
 
 def case(inputs: dict, **settings: object) -> dict:
     return {"inputs": inputs, "settings": {**TINY, "normalization_mapping": MODES, **settings}}
+
+
+def in_bf16(inputs: dict, **settings: object) -> dict:
+    """The default for published weights. LeRobot trains in bfloat16 too, but here only acting is compared."""
+    return {**case(inputs, dtype="bfloat16", **settings), "in_bf16": True}
 
 
 ONE_CAMERA = STATE | camera("top")
@@ -57,6 +63,8 @@ CASES = {
         time_sampling_offset=0.05,
     ),
     "normalized_images": case(ONE_CAMERA, normalization_mapping={**MODES, "VISUAL": "MEAN_STD"}),
+    "bf16": in_bf16(ONE_CAMERA),
+    "bf16_three_cameras": in_bf16(THREE_CAMERAS, num_denoise_steps=10),
 }
 
 
@@ -86,6 +94,9 @@ def pixels(patches: torch.Tensor) -> list:
 # of the golden numbers (limits.py): the shortest period of the time's sines is 0.004, and each integration step
 # multiplies what rounding did
 STORED = {"actions": 5e-5, "prompts": 0, "pixels": 1e-6}
+
+# Positions are rotated in float32, which `transformers` does in bfloat16: 0.005
+LIVE = {"actions_in_bf16": IN_BF16}
 
 # the policies that one program trains and the other acts with; what is changed for the second
 TRAINED = {

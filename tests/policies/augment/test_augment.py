@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from flexor.config.parse import load_config
 from flexor.core.batch import IMAGE_PREFIX
 from flexor.core.errors import ConfigError
 from flexor.core.rng import GraphNoise, Noise, NoiseKeys
@@ -19,7 +20,7 @@ from flexor.policies.act.config import ACTConfig
 from flexor.policies.augment import plain
 from flexor.policies.augment import step as module
 from flexor.policies.augment.draw import TransformSampler
-from flexor.policies.augment.operations import ImageOp, read_transforms
+from flexor.policies.augment.operations import ImageOp, describe_transforms, read_transforms
 from flexor.policies.augment.step import AugmentImages, augmentation, augmented
 from flexor.policies.features import Kind, PolicyFeature
 from flexor.policies.processing.pipeline import Pipeline, StepContext
@@ -411,3 +412,15 @@ def test_images_of_another_size_are_refused():
 
 def test_the_default_of_lerobot_leaves_nothing_out():
     assert [each.name for each in read_transforms(ImageTransformsConfig())] == [*default_transforms()]
+
+
+def test_a_misspelt_transform_is_refused():
+    with pytest.raises(ConfigError, match=r"tfs\.brightnes\. Did you mean brightness\?.*needs a type"):
+        load_config(["--config=demo", "--dataset.image_transforms.tfs.brightnes.weight=0"])
+    both = [
+        "--dataset.image_transforms.tfs.mine.type=ColorJitter",
+        "--dataset.image_transforms.tfs.hue.weight=2",
+    ]
+    transforms = load_config(["--config=demo", *both]).dataset.image_transforms
+    words = "brightness, contrast, saturation, hue (weight 2), sharpness, affine, mine; 3 per image"
+    assert describe_transforms(transforms) == words

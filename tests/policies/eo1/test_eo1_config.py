@@ -84,6 +84,20 @@ def test_qwens_own_limits():
     assert unlimited.grids[0].size == (476, 644)
 
 
+def test_absurd_sizes_in_a_checkpoint(tmp_path):
+    file, base = tmp_path / "config.json", as_lerobot(config())
+    file.write_text(json.dumps({**base, "image_max_pixels": 12_845_056}))  # Qwen's own
+    assert read_config(str(tmp_path)).image_max_pixels == 12_845_056
+    layers = {
+        **base["vlm_config"],
+        "text_config": {**base["vlm_config"]["text_config"], "num_hidden_layers": 2000},
+    }
+    for name, value in {"image_max_pixels": 1 << 30, "vlm_config": layers}.items():
+        file.write_text(json.dumps({**base, name: value}))
+        with pytest.raises((CheckpointError, ConfigError), match="can't be right"):
+            read_config(str(tmp_path))
+
+
 def test_lerobot_gets_the_sizes_of_the_backbone(tmp_path):
     """It would ask the Hub for them. They are those of its release, and only settings that it has."""
     base = make_qwen(tmp_path / "qwen")

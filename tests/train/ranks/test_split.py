@@ -43,7 +43,9 @@ def test_a_run_that_goes_on_elsewhere_keeps_its_global_batch(batch, accumulation
 
 def test_what_contradicts_itself_is_refused_by_name():
     flags = ["--batch_size=8", "--global_batch_size=64", "--gradient_accumulation_steps=2"]
-    with pytest.raises(ConfigError, match=r"global_batch_size=64 is not batch_size=8 x 1 .*steps=2"):
+    with pytest.raises(
+        ConfigError, match=r"global_batch_size=64 is not batch_size=8 x 1 .processes. x .*steps=2"
+    ):
         split_batch(config(*flags), 1)
     assert split_batch(config(*flags), 4).accumulation == 2
     with pytest.raises(ConfigError, match="use 1, 2, 4, 8, 16 processes"):

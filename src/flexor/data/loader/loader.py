@@ -191,8 +191,8 @@ class Loader(StepPlanner):
             cache.close()
 
     def read_features(self, store: FeatureStore, tier: str) -> None:
-        """From here on, batches have features of images instead of them. Call it before `steps`."""
-        self.store, self.tier = store, tier
+        """From here on, batches have features of images instead of them, which are in `tier`. Before `steps`."""
+        self.store, self.tier = store, f"features {tier}"
         self.decoded_on_gpu = self.in_processes = False
 
     def frames_read(self, start: int, stop: int) -> dict[str, np.ndarray]:

@@ -23,6 +23,7 @@ from flexor.core.console import print_json, print_result
 from flexor.core.errors import ConfigError, FlexorError
 from flexor.core.hub_errors import without_token
 from flexor.core.log import log
+from flexor.core.option_parser import OptionParser
 from flexor.data.mixture.entries import entries_of
 from flexor.launch.hf.follow import explained, follow
 from flexor.launch.hf.plan import offers_of, settle_machine
@@ -73,13 +74,12 @@ def launch_hf_jobs(arguments: list[str]) -> int:
 
 
 def _parse(arguments: list[str]) -> tuple[argparse.Namespace, list[str]]:
-    parser = argparse.ArgumentParser(
+    parser = OptionParser(
         prog="flexor launch hf-jobs",
         usage="flexor launch hf-jobs [options] [--] [train] [settings ...]",
         description="Train on a machine of Hugging Face Jobs, with all of its GPUs. You pay by the minute. "
         "Checkpoints go to a private bucket of yours, and with the same --output_dir a run resumes from there. "
         "Ctrl-C stops following the log, not the job. The exit code is 0 if the job completed, else 1.",
-        allow_abbrev=False,
     )
     add = parser.add_argument
     add(

@@ -59,15 +59,22 @@ class Disk:
     dataset: int
     cache: int
     checkpoints: int
+    features: int = 0
+    """Of images, for this run and later ones."""
 
     @property
     def total(self) -> int:
-        return self.dataset + self.cache + self.checkpoints
+        return self.dataset + self.cache + self.checkpoints + self.features
 
 
 def disk_needed(
-    data: Data, loading: Loading, cache: CacheConfig, checkpoint: int, counts: CheckpointCounts
+    data: Data,
+    loading: Loading,
+    cache: CacheConfig,
+    checkpoint: int,
+    counts: CheckpointCounts,
+    features: int = 0,
 ) -> Disk:
-    """Dataset, cached frames and checkpoints of `checkpoint` bytes each."""
+    """Dataset, cached frames or features, and checkpoints of `checkpoint` bytes each."""
     frames = data.scaled(cache).cache_bytes(cache, not loading.gpu) if loading.tier == "disk" else 0
-    return Disk(data.file_bytes, frames, checkpoint * counts.most)
+    return Disk(data.file_bytes, frames, checkpoint * counts.most, features)

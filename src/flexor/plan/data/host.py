@@ -107,6 +107,8 @@ class Loading:
     gpu: bool = True
     """Training is on a GPU: frames stay in planes, and batches are in pinned memory."""
     gpu_decoder: bool = False
+    features: int = 0
+    """Bytes of the features of one image of every camera, which steps read instead of images; 0: they read images."""
 
     @property
     def global_batch(self) -> int:
@@ -143,6 +145,8 @@ class HostMemory:
     """A copy of the state that is saved in the background."""
     weights: int = 0
     """Frozen weights in float32, if the GPU has them in bfloat16."""
+    features: int = 0
+    """Features of images, which steps read instead of them."""
 
     @property
     def total(self) -> int:
@@ -150,9 +154,14 @@ class HostMemory:
 
 
 def host_memory(
-    data: Data, loading: Loading, cache: CacheConfig, checkpoint: int = 0, weights: int = 0
+    data: Data,
+    loading: Loading,
+    cache: CacheConfig,
+    checkpoint: int = 0,
+    weights: int = 0,
+    features: int = 0,
 ) -> HostMemory:
-    """What one machine needs; `checkpoint` and `weights` as in `HostMemory`."""
+    """What one machine needs; `checkpoint`, `weights` and `features` as in `HostMemory`."""
     data, ranks, on_cpu = data.scaled(cache), loading.ranks, not loading.gpu_decoder
     frames = {(c.codec, c.height, c.width): c.pixels * 3 // 2 for c in data.cameras}
     per_thread = sum(sorted(frames.values())[-MAX_DECODERS:]) * DECODER_FRAMES
@@ -162,11 +171,12 @@ def host_memory(
         processes=ranks * PROCESS[loading.gpu],
         decoders=ranks * max(1, loading.workers) * (per_thread + process) if on_cpu else 0,
         table=ranks * data.frames * data.row_bytes,
-        pool=pool_bytes(data, loading, cache) if on_cpu and data.cameras else 0,
+        pool=pool_bytes(data, loading, cache) if on_cpu and data.cameras and not loading.features else 0,
         batches=ranks * steps_in_memory(data, loading) * step_bytes(data, loading),
         cache=data.cache_bytes(cache, not loading.gpu) if loading.tier == "ram" else 0,
         checkpoint=checkpoint,
         weights=weights,
+        features=features,
     )
 
 
@@ -181,16 +191,26 @@ def pool_bytes(data: Data, loading: Loading, cache: CacheConfig) -> int:
 
 def steps_in_memory(data: Data, loading: Loading) -> int:
     """Optimizer steps whose batches may be in memory: the group of steps in use, and those that wait."""
-    rgb = sum(camera.frame_bytes(rgb=True) * camera.steps for camera in data.cameras)
+    rgb = loading.features * _steps(data) or sum(
+        camera.frame_bytes(rgb=True) * camera.steps for camera in data.cameras
+    )
     step = max(1, rgb * loading.batch_size * loading.accumulation)
     grouped = steps_of_group(loading.batch_size * loading.accumulation, step)
     return grouped * (1 + prefetched_groups(grouped * step))
 
 
 def step_bytes(data: Data, loading: Loading) -> int:
-    """Bytes of the images of one optimizer step of one rank, as prefetched in memory."""
+    """Bytes of the images of one optimizer step of one rank, or their features, as prefetched in memory."""
+    if loading.features:
+        each = loading.features * _steps(data) * loading.batch_size
+        return loading.accumulation * (pinned_bytes(each) if loading.gpu else each)
     sizes = [c.frame_bytes(not loading.gpu) * c.steps * loading.batch_size for c in data.cameras]
     return loading.accumulation * sum(pinned_bytes(size) if loading.gpu else size for size in sizes)
+
+
+def _steps(data: Data) -> int:
+    """Images of a camera in one sample, at most."""
+    return max((camera.steps for camera in data.cameras), default=1)
 
 
 def gpu_cache_bytes(data: Data, loading: Loading, cache: CacheConfig) -> int:

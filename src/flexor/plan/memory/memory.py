@@ -19,6 +19,7 @@ from flexor.plan.memory.bound import LeastMemory, least_memory
 from flexor.plan.memory.ranks import sharded, with_buckets
 from flexor.plan.trace.cuda_on_meta import Card
 from flexor.plan.trace.events import Trace
+from flexor.plan.trace.features import reads_features
 from flexor.plan.trace.traces import Traces
 from flexor.train.build import captures_steps
 from flexor.train.graph import WARM_UP, wants_graph, why_not
@@ -111,11 +112,12 @@ class MemoryPlanner:
     def trace(self, batch_size: int, accumulation: int | None = None, *, costs: bool = True) -> Trace:
         """The trace of a step with this many samples per pass, in one of the run's processes."""
         accumulation = accumulation or self.accumulation(batch_size)
-        trace = self.traces.at(batch_size, accumulation, self.gpu, costs=costs)
+        options = {"costs": costs, "features": reads_features(self.config)}
+        trace = self.traces.at(batch_size, accumulation, self.gpu, **options)
         if (
             trace.float32_on_host and self.parallelism(trace).shards > 1
         ):  # shards have frozen weights in float32
-            return self._sharded_traces.at(batch_size, accumulation, self.gpu, costs=costs)
+            return self._sharded_traces.at(batch_size, accumulation, self.gpu, **options)
         return trace
 
     @cached_property

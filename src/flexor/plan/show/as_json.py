@@ -92,6 +92,12 @@ def _data(plan: Plan) -> dict[str, Any]:
     return {
         "frames": plan.data.frames,
         "tier": plan.loading.tier,
+        "features": {
+            "tier": plan.features.tier,
+            "why_off": plan.features.why_off,
+            "bytes": plan.features.nbytes,
+            "first_pass_s": plan.features.first_pass_s,
+        },
         "bound": plan.data_bound,
         "wanted_samples_per_s": later.demand,
         "first_epoch_samples_per_s": first.loaded,

@@ -85,7 +85,8 @@ def _memory(plan: Plan) -> str:
     rows.append(["  reserved by torch's allocator, unused", gb(memory.allocator)])
     rows.append(["  CUDA context and libraries", gb(memory.context)])
     if plan.frames_on_gpu:
-        rows.append(["  cached frames of the dataset", gb(plan.frames_on_gpu)])
+        name = "features of all images" if plan.loading.features else "cached frames of the dataset"
+        rows.append([f"  {name}", gb(plan.frames_on_gpu)])
     rows.append(["  total at peak", gb(plan.peak)])
     module = f", in {memory.module}" if memory.module else ""
     lines = [
@@ -200,10 +201,24 @@ def _host(plan: Plan) -> str:
             f" The first epoch waits for decoding: it delivers {plan.run_time.first.loaded:.0f} of the "
             f"{later.demand:.0f} samples/s that the training could use."
         )
+    frames = _frames(plan)
     return (
-        f"{table(rows)}\nFrames: {TIERS[plan.loading.tier]}. {threads}; the host has {plan.site.host.cores} cores and "
+        f"{table(rows)}\n{frames}. {threads}; the host has {plan.site.host.cores} cores and "
         f"{plan.site.host.memory / 1e9:.0f} GB ({plan.site.host.source}).{first}"
     )
+
+
+def _frames(plan: Plan) -> str:
+    """Where frames or their features are, and why the latter are not used."""
+    features = plan.features
+    if features.tier != "off":
+        where = TIERS[features.tier].removeprefix("cached ")
+        return (
+            f"Images: each is encoded once, in {duration(features.first_pass_s)} before the first step. Their features "
+            f"({gb(features.nbytes)} GB) are {where}, and the step above neither decodes nor encodes"
+        )
+    why = f" Images are encoded in every step: {features.why_off}." if features.why_off else ""
+    return f"Frames: {TIERS[plan.loading.tier]}.{why}".removesuffix(".")
 
 
 def _robot(plan: Plan) -> str:

@@ -28,7 +28,8 @@ HEAD = f"""# Hardware
 Which GPU for which policy. `flexor plan --table` generates this page. Every row is a plan of the policy with its
 default settings, batch size {BATCH}, a state and actions of {Robot().state} values, and the cameras shown. Times are
 for {EPOCHS} epochs of {FRAMES:,} frames on one GPU. [Plan](plan.md) explains how accurate they are, and how to plan
-your own run.
+your own run. A policy whose image encoder is frozen by default [encodes each image
+once](loading.md#images-encoded-once).
 
 """
 

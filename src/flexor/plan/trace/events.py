@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Hashable, Iterable
+from collections.abc import Hashable, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal, NamedTuple
 
 import torch
 
+from flexor.data.frames.features import FeatureFormat
 from flexor.plan.trace.cuda_on_meta import SyncPoint
 from flexor.plan.trace.ops import Op
 
@@ -146,6 +147,8 @@ class Trace:
     attention: dict[tuple, str] = field(default_factory=dict)
     sync_points: list[SyncPoint] = field(default_factory=list)
     """Where a step waits for the GPU. Values that it read were assumed to be zero."""
+    features: Mapping[str, FeatureFormat] = field(default_factory=dict)
+    """What the step reads instead of images, by camera; empty if it reads images."""
     kept_by_graph: frozenset[int] = frozenset()
     """Storages that a captured step does not free."""
 

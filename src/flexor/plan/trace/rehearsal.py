@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
+from types import MappingProxyType
 from typing import Any, Protocol
 
 import numpy as np
@@ -16,10 +17,12 @@ from flexor.config.optimizer import resolve_optimizer, resolve_scheduler
 from flexor.config.schedules import build_scheduler
 from flexor.config.schema import TrainConfig
 from flexor.core.batch import ACTION, REWARD, SAMPLE_ID, VALID_STEPS, Batch
+from flexor.data.frames.features import FeatureFormat
 from flexor.data.loader.to_gpu import Staged
 from flexor.data.video.planes import PlaneFormat
 from flexor.monitor.meters import Meters
 from flexor.plan.trace.events import Category, Event, ReadyGradient, SavedWeights, StepEvents, UnitSize
+from flexor.plan.trace.features import check_encoded_once, formats_of, reads_features, with_features
 from flexor.plan.trace.ops import Phase
 from flexor.plan.trace.shortcuts import without_initial_values
 from flexor.policies.adapter_files import adapter_tensors
@@ -165,6 +168,8 @@ class Rehearsal:
             split=self.split,
             augmentation=build_augmentation(config, device),
         )
+        self.features = self._features()
+        """What steps read instead of images, by camera; empty if they read images."""
         self.meters = Meters()
         eager: Callable = functools.partial(optimizer_step, self.state)
         self.run_step = eager if device == META else GraphStep(self.state)
@@ -172,6 +177,15 @@ class Rehearsal:
         self.host: Batch | None = None
         self.batches: list[Batch] = []
         self.inputs: tuple[int, ...] = ()  # bytes of each tensor of a pass's batch
+
+    def _features(self) -> dict[str, FeatureFormat]:
+        if not reads_features(self.config):
+            return {}
+        check_encoded_once(self.config, self.policy, self.state.preprocessor)
+        before, self.tracker.phase = self.tracker.phase, "host"
+        formats = formats_of(self.policy, self.state.engine)
+        self.tracker.phase = before
+        return formats
 
     def _make_policy(self) -> Policy:
         if not stores_frozen_in_bf16(self.config, self.device):
@@ -209,7 +223,8 @@ class Rehearsal:
     def load(self) -> list[Batch]:
         """As the loader does it: on a separate stream."""
         if self.host is None:
-            self.host = host_batch(self.config.policy, self.split.batch_size, self.device)
+            images = host_batch(self.config.policy, self.split.batch_size, self.device)
+            self.host = with_features(images, self.features)
         with torch.cuda.stream(self.stream) if self.stream else contextlib.nullcontext():
             batches = [to_device(self.host, self.device) for _ in range(self.split.accumulation)]
         if self.stream is None:
@@ -387,6 +402,8 @@ def to_device(batch: Batch, device: torch.device) -> Batch:
     return {name: moved(value) for name, value in batch.items()}
 
 
-def loaded_batch(policy: PolicyConfig, batch_size: int) -> Batch:
+def loaded_batch(
+    policy: PolicyConfig, batch_size: int, features: Mapping[str, FeatureFormat] = MappingProxyType({})
+) -> Batch:
     """A batch as the loader copies it to a GPU, on the meta device."""
-    return to_device(host_batch(policy, batch_size), META)
+    return to_device(with_features(host_batch(policy, batch_size), features), META)

@@ -43,7 +43,7 @@ def rescale(low: Trace, high: Trace, batch_size: int, config: TrainConfig, *, co
         low, events=events, ops=ops, steps=steps, category=category, batch_size=batch_size, inputs=inputs
     )
     # a batch is loaded in pieces of a fixed size: tracing this again takes milliseconds
-    loading = trace_loading(config, batch_size, scaled.accumulation)
+    loading = trace_loading(config, batch_size, scaled.accumulation, scaled.features)
     for step in reversed(range(len(scaled.steps))):
         _splice(scaled, step, loading)
     return scaled

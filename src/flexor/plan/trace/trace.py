@@ -11,7 +11,7 @@ from __future__ import annotations
 import functools
 import inspect
 import weakref
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -22,6 +22,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from flexor.config.for_gpu import settle_for_gpu
 from flexor.config.schema import TrainConfig
 from flexor.core.errors import ConfigError, FlexorError
+from flexor.data.frames.features import FeatureFormat
 from flexor.plan.trace.cuda_on_meta import Card, CudaOnMeta
 from flexor.plan.trace.events import Category, Event, EventKind, ReadyGradient, Trace
 from flexor.plan.trace.layouts import with_layout
@@ -250,14 +251,16 @@ def _make_tables(policy: PolicyConfig) -> None:
 
 
 @without_compiler()
-def trace_loading(config: TrainConfig, batch_size: int, accumulation: int) -> list[Event]:
+def trace_loading(
+    config: TrainConfig, batch_size: int, accumulation: int, features: Mapping[str, FeatureFormat]
+) -> list[Event]:
     """How the batches of a step are copied to the GPU; the number of pieces depends on their size."""
     from flexor.plan.trace.rehearsal import loaded_batch
 
     _make_tables(config.policy)
     with (tracker := OperationTracker("meta")):
         tracker.phase = "load"
-        batches = [loaded_batch(config.policy, batch_size) for _ in range(accumulation)]
+        batches = [loaded_batch(config.policy, batch_size, features) for _ in range(accumulation)]
         events = list(tracker.events)
     del batches
     return events
@@ -321,4 +324,5 @@ def trace_step(config: TrainConfig, batch_size: int, gpu: Card, accumulation: in
         float32_on_host=tuple(weight.nbytes for weight in policy.float32_weights.values()),
         attention=dict(cuda.attention),
         sync_points=cuda.sync_points,
+        features=rehearsal.features,
     )

@@ -13,6 +13,7 @@ from typing import NamedTuple
 
 from flexor.config.for_gpu import settle_for_gpu
 from flexor.config.schema import TrainConfig
+from flexor.core.typed import with_settings
 from flexor.plan.trace.cuda_on_meta import HALF, Card
 from flexor.plan.trace.events import Trace
 from flexor.plan.trace.rescale import OperationsDiffer, rescale
@@ -40,7 +41,7 @@ class Traces:
 
     def __init__(self, config: TrainConfig, scalable: bool = True):
         self.config, self.scalable = config, scalable
-        self._settled: dict[tuple[str, bool | None], _SettledTraces] = {}
+        self._settled: dict[tuple[str, bool | None, bool], _SettledTraces] = {}
 
     def at(
         self,
@@ -50,14 +51,17 @@ class Traces:
         *,
         costs: bool = True,
         exact: bool = True,
+        features: bool = False,
     ) -> Trace:
         """The trace of a step with this many samples per pass, in one of the run's processes.
 
         Without `costs`, the costs of operations may be those of another batch size. Without `exact`, a pass of one
         sample is extrapolated from others too, and all GPUs with any kind of fused attention share traces.
+        `features`: steps read features instead of images.
         """
         config = settle_for_gpu(self.config, gpu.compute_capability)
-        key = (config.precision, config.channels_last)
+        config = with_settings(config, {"dataset.cache.features": "ram" if features else "off"})
+        key = (config.precision, config.channels_last, features)
         if key not in self._settled:
             self._settled[key] = _SettledTraces(config, self.scalable)
         return self._settled[key].at(batch_size, accumulation, gpu, costs=costs, exact=exact)

@@ -13,7 +13,7 @@ from typing import Any
 
 from flexor.core.errors import ConfigError
 from flexor.core.typed import closest
-from flexor.data.settings import ImageTransformConfig, ImageTransformsConfig
+from flexor.data.settings import ImageTransformConfig, ImageTransformsConfig, default_transforms
 from flexor.policies.augment.arguments import WHERE, Arguments, Range
 
 NUMBERS = 12  # per operation
@@ -84,6 +84,28 @@ def read_transforms(settings: ImageTransformsConfig) -> list[Transform]:
         if entry.weight > 0:
             transforms.append(Transform(name, entry.weight, tuple(_operations(name, entry))))
     return transforms
+
+
+def check_transform_names(settings: ImageTransformsConfig) -> None:
+    """Refuse a misspelt name: with the default transforms beside it, it is not meant as a new one without a type."""
+    names = default_transforms()
+    for name, entry in settings.tfs.items():
+        if (
+            names.keys() <= settings.tfs.keys()
+            and name not in names
+            and entry.type == ImageTransformConfig.type
+        ):
+            raise ConfigError(
+                f"Unknown transform {WHERE}.{name}. {closest(name, names)} A new one needs a type: "
+                f"--{WHERE}.{name}.type=ColorJitter"
+            )
+
+
+def describe_transforms(settings: ImageTransformsConfig) -> str:
+    """In a few words: "brightness, hue (weight 2), 1 per image"."""
+    weights = {name: entry.weight for name, entry in settings.tfs.items() if entry.weight > 0}
+    names = [name if weight == 1 else f"{name} (weight {weight:g})" for name, weight in weights.items()]
+    return f"{', '.join(names)}; {min(settings.max_num_transforms, len(names))} per image"
 
 
 def _operations(name: str, entry: ImageTransformConfig) -> list[Operation]:

@@ -10,9 +10,10 @@ between samples. Padding comes first, so that actions have the same places in al
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 from threading import Lock
 from typing import Any, NamedTuple
 
@@ -44,7 +45,13 @@ WORDS = 25
 """Tokens of Qwen's tokenizer besides images, the task and actions."""
 TASK_TOKENS = 32
 """Tasks are padded to a multiple of this, so that steps have the same shapes."""
+ALIGNED = 16
+"""So is a prompt as a whole: masks of attention and matrix products of other lengths are slower."""
 MOST_TASK_TOKENS = 1000
+
+
+ImageSizes = tuple[tuple[str, tuple[int, int]], ...]
+"""Height and width by camera."""
 
 
 class Conversation(NamedTuple):
@@ -143,16 +150,13 @@ class TokenizeConversation(ProcessingStep):
     def __call__(self, batch: Batch, context: StepContext = ACTING) -> Batch:
         rest, conversation = self._taken_from(batch)
         tasks = {task: self._encode_task(task) for task in dict.fromkeys(conversation.tasks)}
-        length = -(-max(1, *map(len, tasks.values())) // TASK_TOKENS) * TASK_TOKENS
-        surroundings = self._surroundings(conversation)
-        chunk = [self._number(ACTION_PAD)] * conversation.chunk
-        rows, first = [], []  # tokens, and the place where padding ends
-        for task in conversation.tasks:
-            padding = length - len(tasks[task])
-            rows.append([0] * padding + surroundings.before + tasks[task] + surroundings.after + chunk)
-            first.append(padding)
-        tokens, starts = torch.tensor(rows), torch.tensor(first)[:, None]
-        place = torch.arange(tokens.shape[1]) - starts  # in the prompt; negative for padding
+        surroundings = self._surroundings(tuple(conversation.image_sizes.items()))
+        after = surroundings.after + [self._number(ACTION_PAD)] * conversation.chunk
+        length = _padded_length(len(surroundings.before) + len(after), max(map(len, tasks.values())))
+        prompts = [surroundings.before + tasks[task] + after for task in conversation.tasks]
+        tokens = torch.tensor([[0] * (length - len(prompt)) + prompt for prompt in prompts])
+        starts = length - torch.tensor([len(prompt) for prompt in prompts])[:, None]
+        place = torch.arange(length) - starts  # in the prompt; negative for padding
         mask = place >= 0
         for camera, places in surroundings.images.items():
             if f"{camera}_padding_mask" in rest:
@@ -163,7 +167,7 @@ class TokenizeConversation(ProcessingStep):
     def rehearse(self, batch: Batch, context: StepContext = ACTING) -> Batch:
         rest, conversation = self._taken_from(batch)
         images = sum(self._image_tokens(size) for size in conversation.image_sizes.values())
-        shape = len(conversation.tasks), WORDS + images + TASK_TOKENS + conversation.chunk
+        shape = len(conversation.tasks), _padded_length(WORDS + images + conversation.chunk, 1)
         masks = {name: torch.zeros(shape, dtype=torch.bool) for name in (PROMPT_MASK, STATE_MASK)}
         return {**rest, PROMPT: torch.zeros(shape, dtype=torch.int64), **masks}
 
@@ -178,10 +182,14 @@ class TokenizeConversation(ProcessingStep):
         grid = choose_grid(*size, MIN_PIXELS if low is None else low, MAX_PIXELS if high is None else high)
         return grid.tokens + 2
 
-    def _surroundings(self, conversation: Conversation) -> Surroundings:
+    @cached_property
+    def _surroundings(self) -> Callable[[ImageSizes], Surroundings]:
+        return lru_cache(maxsize=8)(self._encode_surroundings)
+
+    def _encode_surroundings(self, image_sizes: ImageSizes) -> Surroundings:
         before = self._encode(BEFORE_IMAGES)
         images = {}
-        for camera, size in conversation.image_sizes.items():
+        for camera, size in image_sizes:
             tokens = self._encode(image_text(self._image_tokens(size) - 2))
             images[camera] = slice(len(before), len(before) + len(tokens))
             before = before + tokens
@@ -212,3 +220,9 @@ class TokenizeConversation(ProcessingStep):
     def _number(self, token: str) -> int:
         number: int = self._tokenizer.convert_tokens_to_ids(token)
         return number
+
+
+def _padded_length(constant: int, task: int) -> int:
+    """Tokens of a padded prompt: those that all prompts have, and those of the longest task."""
+    tokens = constant + math.ceil(max(1, task) / TASK_TOKENS) * TASK_TOKENS
+    return math.ceil(tokens / ALIGNED) * ALIGNED

@@ -97,7 +97,8 @@ class EO1Network(nn.Module):
             rope = context.rope.slice(slice(-steps, None))
             hidden = decoder(suffix, rope, context.mask[:, :, -steps:], prefix)
         with self.float32(hidden):
-            return self.action_out_proj(hidden.to(self.state_proj.weight.dtype))
+            actions = self.action_out_proj(hidden.to(self.state_proj.weight.dtype))
+        return actions.to(noisy_actions.dtype)
 
     def embed_actions(self, noisy_actions: Tensor, time: Tensor) -> Tensor:
         """[B, H, width]."""
@@ -109,8 +110,8 @@ class EO1Network(nn.Module):
             return self.action_time_mlp_out(F.silu(self.action_time_mlp_in(both)))
 
     def float32(self, x: Tensor) -> AbstractContextManager:
-        """A context in which the layers around the language model are computed."""
-        if self.config.force_fp32_autocast:
+        """A context for the layers around the language model: in float32, if their weights are."""
+        if self.config.force_fp32_autocast and self.state_proj.weight.dtype == torch.float32:
             return torch.autocast(x.device.type, enabled=False)
         return nullcontext()
 

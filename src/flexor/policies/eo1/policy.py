@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from functools import partial
 
+import torch
 from torch import Tensor, nn
 
 from flexor.core.batch import ACTION, STATE, Batch
@@ -104,6 +105,10 @@ class EO1(Policy):
                 "it with --policy.vlm_base=FOLDER, or start from a trained policy with --policy.path. To train on a "
                 "random vision-language model instead, set --policy.load_vlm_weights=false."
             ) from error
+
+    @property
+    def needs_autocast(self) -> bool:
+        return self.model.vlm_backbone.decoder.dtype != torch.bfloat16
 
     def shard_units(self) -> list[nn.Module]:
         return self.model.blocks()

@@ -217,6 +217,9 @@ def _host_memory_fixes(f: Figures) -> list[Fix]:
         decoded = number(mapping(f.record.get("dataset")).get("decoded_gb"))
         size = f" ({decoded:.2g} GB)" if decoded else ""
         fixes.append(Fix(f"caches decoded frames{size} on disk, not in memory", "--dataset.cache.tier=disk"))
+    if f.last.get("loader.cache") == "features ram":
+        why = "keeps features of images on disk, not in memory"
+        fixes.append(Fix(why, "--dataset.cache.features=disk"))
     pool = number(f.setting("dataset.cache.pool_gb"))
     if f.last.get("loader.cache") == "none" and (pool is None or pool > 0.5):
         fixes.append(Fix("keeps fewer decoded frames ready", "--dataset.cache.pool_gb=0.5"))

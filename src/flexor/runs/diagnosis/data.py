@@ -56,7 +56,7 @@ def loader_time(f: Figures) -> LoaderTime | None:
     total = max(f.seconds * f.threads, 1e-9)
     reading, copying = f.of("loader.read_s"), f.of("loader.assemble_s")
     decoding = f.of("loader.decode_s")
-    if f.last.get("loader.cache") == "disk":
+    if f.last.get("loader.cache") in ("disk", "features disk"):
         # the cache is a mapped file: what assembling takes beyond its time on a core is reading it
         cores = cores_of(f)
         waited = max(0.0, copying - f.of("loader.assemble_cpu_s", copying))
@@ -135,7 +135,8 @@ def copy_bound(f: Figures) -> list[Finding]:
     if not f.on_gpu or share < NOTICED:
         return []
     fixes = []
-    if f.setting("dataset.cache.tier") != "gpu" and _fits_on_gpu(f):
+    reads_frames = not str(f.last.get("loader.cache")).startswith("features")
+    if reads_frames and f.setting("dataset.cache.tier") != "gpu" and _fits_on_gpu(f):
         why = "keeps decoded frames on the GPU"
         fixes.append(Fix(why, "--dataset.cache.tier=gpu", faster(1 - share)))
     evidence = f"copying batches to the GPU takes {percent(share)} of a step"

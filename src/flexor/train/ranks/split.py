@@ -30,8 +30,12 @@ class Split:
     def global_batch(self) -> int:
         return self.share * self.world_size
 
-    def __str__(self) -> str:
-        return f"batch {self.batch_size} x {self.world_size} process(es) x accumulation {self.accumulation}"
+    @property
+    def parts(self) -> str:
+        """How the global batch is split, in brackets; empty if it is not."""
+        factors = {"processes": self.world_size, "accumulated batches": self.accumulation}
+        words = [f"{count} {name}" for name, count in factors.items() if count > 1]
+        return f" ({' x '.join([*words, f'batch {self.batch_size}'])})" if words else ""
 
 
 def hsdp_sizes(world: int, local: int, replicate: int | None, shard: int | None) -> tuple[int, int]:
@@ -65,7 +69,7 @@ def split_batch(config: TrainConfig, world_size: int) -> Split:
         )
     if share % accumulation or share // accumulation > config.batch_size:
         raise ConfigError(
-            f"global_batch_size={batch} is not batch_size={config.batch_size} x {world_size} process(es) x "
+            f"global_batch_size={batch} is not batch_size={config.batch_size} x {world_size} (processes) x "
             f"gradient_accumulation_steps={accumulation}: leave one of them out."
         )
     return Split(share // accumulation, accumulation, world_size)
