@@ -136,8 +136,8 @@ class Pretrained:
         kind, actions = self.policy.config.type, self.policy.config.action.shape[0]
         if not self.policy.continues_chunks:
             raise FlexorError(
-                f"policy.type={kind} can't continue a chunk that is being executed: only policies with flow matching "
-                "can (smolvla, pi0, pi05, eo1). Leave out `previous`."
+                f"policy.type={kind} can't continue a chunk that is being executed: only policies that denoise "
+                "chunks can (smolvla, pi0, pi05, eo1, xvla). Leave out `previous`."
             )
         if previous.ndim != 3 or not previous.shape[1] or previous.shape[2] != actions:
             raise FlexorError(
