@@ -85,10 +85,10 @@ def test_steps_of_a_checkpoint_that_a_run_does_not_have_are_named(dataset, flags
     assert any("xvla_rotation_6d_to_axis_angle is not part of this run" in line for line in log_lines)
 
 
-def test_an_encoder_that_leaves_branches_out_has_no_features(tmp_path):
-    assert make_policy(small_config(vision_drop_path=0.1)).image_encoder() is None
+def test_an_encoder_that_leaves_branches_out_is_random():
+    assert make_policy(small_config(vision_drop_path=0.1)).image_encoder().is_random
     encoder = make_policy(small_config(freeze_vision_encoder=True)).image_encoder()
-    assert encoder.is_frozen and encoder.settings == {"size": (32, 32)}
+    assert encoder.is_frozen and not encoder.is_random and encoder.settings == {"size": (32, 32)}
 
 
 def test_a_column_that_is_missing_stops_the_run(dataset, flags, tmp_path, capsys):
