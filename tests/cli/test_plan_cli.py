@@ -289,6 +289,6 @@ def test_what_a_plan_can_not_do_is_refused(flags, message, capsys):
 
 
 def test_a_plan_that_does_not_fit_says_what_it_would_take(capsys):
-    assert cli.main(["plan", "--policy.type=act", "--gpu=RTX 3060", "--batch_size=4000", ONE_GPU]) == 1
+    assert cli.main(["plan", "--policy.type=act", "--gpu=RTX 4090", "--batch_size=4000", ONE_GPU]) == 1
     out = capsys.readouterr().out
     assert "\nA step would take " in out and "The run would take " in out and "and cost " in out
