@@ -112,7 +112,7 @@ def robot_flags(group: Any) -> None:
     group.add_argument(
         "--cameras",
         metavar="NxHxW",
-        help="number of cameras, height, width (default 2x480x640)",
+        help="number of cameras, height, width (default 2x480x640, or another size that the policy supports)",
     )
     group.add_argument(
         "--state", type=int, metavar="N", help="number of values in the robot's state (default 14)"

@@ -49,6 +49,28 @@ class Attention(nn.Module):
         return F.linear(query, weights[0], biases[0]), F.linear(key, weights[1], biases[1]), v
 
 
+class EncoderAttention(nn.Module):
+    """Every token attends to every other. Parameter names are those of `transformers` for SigLIP and BART."""
+
+    def __init__(self, width: int, heads: int, dropout: float = 0.0):
+        super().__init__()
+        self.heads, self.dropout = heads, dropout
+        # in the order of LeRobot's: its optimizer numbers them
+        self.k_proj = nn.Linear(width, width)
+        self.v_proj = nn.Linear(width, width)
+        self.q_proj = nn.Linear(width, width)
+        self.out_proj = nn.Linear(width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = (
+            projection(x).unflatten(-1, (self.heads, -1)).transpose(1, 2)
+            for projection in (self.q_proj, self.k_proj, self.v_proj)
+        )  # each [B, heads, S, width / heads]
+        dropout = self.dropout if self.training else 0.0
+        mixed = F.scaled_dot_product_attention(q, k, v, dropout_p=dropout)
+        return self.out_proj(mixed.transpose(1, 2).flatten(2))
+
+
 def sinusoidal_positions(count: int, dim: int) -> Tensor:
     """[count, dim]: sine on even, cosine on odd channels, wavelengths from 2 pi to 10000 x 2 pi."""
     channel = torch.arange(dim, dtype=torch.float64)

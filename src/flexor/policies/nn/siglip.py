@@ -10,6 +10,7 @@ from dataclasses import dataclass
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from flexor.policies.nn.attention import EncoderAttention
 from flexor.policies.nn.autocast import autocast_type
 
 
@@ -61,26 +62,6 @@ class SiglipEmbeddings(nn.Module):
         return self.patch_embedding(images) + self.position_embedding.weight
 
 
-class SiglipAttention(nn.Module):
-    """Every patch attends to every other."""
-
-    def __init__(self, size: SiglipSize):
-        super().__init__()
-        self.heads = size.heads
-        # in the order of LeRobot's: its optimizer numbers them
-        self.k_proj = nn.Linear(size.width, size.width)
-        self.v_proj = nn.Linear(size.width, size.width)
-        self.q_proj = nn.Linear(size.width, size.width)
-        self.out_proj = nn.Linear(size.width, size.width)
-
-    def forward(self, x: Tensor) -> Tensor:
-        q, k, v = (
-            projection(x).unflatten(-1, (self.heads, -1)).transpose(1, 2)
-            for projection in (self.q_proj, self.k_proj, self.v_proj)
-        )  # each [B, heads, S, width / heads]
-        return self.out_proj(F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2))
-
-
 class SiglipMLP(nn.Module):
     def __init__(self, size: SiglipSize):
         super().__init__()
@@ -95,7 +76,7 @@ class SiglipLayer(nn.Module):
     def __init__(self, size: SiglipSize):
         super().__init__()
         self.layer_norm1 = nn.LayerNorm(size.width, eps=1e-6)
-        self.self_attn = SiglipAttention(size)
+        self.self_attn = EncoderAttention(size.width, size.heads)
         self.layer_norm2 = nn.LayerNorm(size.width, eps=1e-6)
         self.mlp = SiglipMLP(size)
 

@@ -10,6 +10,8 @@ from dataclasses import dataclass
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from flexor.policies.nn.attention import EncoderAttention
+
 POSITION_OFFSET = 2  # the first rows of the position embedding are not used
 
 
@@ -30,31 +32,11 @@ class BartSize:
     embed_scale: float = 1.0
 
 
-class BartAttention(nn.Module):
-    def __init__(self, size: BartSize):
-        super().__init__()
-        self.heads, self.dropout = size.heads, size.attention_dropout
-        # in the order of LeRobot's: its optimizer numbers them
-        self.k_proj = nn.Linear(size.width, size.width)
-        self.v_proj = nn.Linear(size.width, size.width)
-        self.q_proj = nn.Linear(size.width, size.width)
-        self.out_proj = nn.Linear(size.width, size.width)
-
-    def forward(self, x: Tensor) -> Tensor:
-        q, k, v = (
-            projection(x).unflatten(-1, (self.heads, -1)).transpose(1, 2)
-            for projection in (self.q_proj, self.k_proj, self.v_proj)
-        )  # each [B, heads, S, width / heads]
-        dropout = self.dropout if self.training else 0.0
-        mixed = F.scaled_dot_product_attention(q, k, v, dropout_p=dropout)
-        return self.out_proj(mixed.transpose(1, 2).flatten(2))
-
-
 class BartLayer(nn.Module):
     def __init__(self, size: BartSize):
         super().__init__()
         self.size = size
-        self.self_attn = BartAttention(size)
+        self.self_attn = EncoderAttention(size.width, size.heads, size.attention_dropout)
         self.self_attn_layer_norm = nn.LayerNorm(size.width)
         self.fc1 = nn.Linear(size.width, size.mlp_width)
         self.fc2 = nn.Linear(size.mlp_width, size.width)

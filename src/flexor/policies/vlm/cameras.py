@@ -19,9 +19,7 @@ from flexor.policies.nn.resize import Where, resize_with_padding
 class CameraImages(NamedTuple):
     """The images of each camera that a batch has, or what the model's encoder has made of them."""
 
-    images: list[
-        Tensor
-    ]  # [B, 3, H, W]; in -1..1 unless they are normalised otherwise; if they are encoded, [B, ...]
+    images: list[Tensor]  # [B, 3, H, W], in -1..1 unless a processing step normalises; if encoded, [B, ...]
     masks: list[Tensor | None]  # [B], False where a sample lacks the image; None: all samples have it
     encoded: bool = False
 
