@@ -54,6 +54,7 @@ ROBOTS = {
     "multi_task_dit": Robot(),
     "smolvla": Robot(),
     "pi0": Robot(cameras=2, height=224, width=224),
+    "eo1": Robot(),
     "xvla": Robot(cameras=2, height=256, width=256),
 }
 
@@ -145,6 +146,10 @@ CASES = [
     Case("smolvla", 8),
     Case("smolvla", 32, "--policy.freeze_vision_encoder=false --policy.train_expert_only=false"),
     Case("pi0", 8, "--policy.dtype=bfloat16 --policy.gradient_checkpointing=true"),
+    Case("eo1", 8),
+    Case("eo1", 32),
+    Case("eo1", 8, AGAIN),
+    Case("eo1", 8, "--precision=bf16 --lora.r=16"),
     Case("xvla", 8),
     Case("xvla", 32),
     Case("xvla", 8, FLOAT32),
@@ -365,7 +370,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--out", type=Path, help="where results go; unless given: plan_accuracy.json")
     parser.add_argument("--speeds", type=Path, help="a calibration of this GPU; otherwise beside the results")
-    parser.add_argument("--only", default="", help="only cases whose name has this in it")
+    parser.add_argument(
+        "--only", nargs="+", default=[""], help="only cases whose name has one of these in it"
+    )
     parser.add_argument("--no-largest", action="store_true")
     parser.add_argument("--calibrate-only", action="store_true", help="measure the cases another time")
     parser.add_argument(
@@ -389,7 +396,7 @@ def beside(results: Path) -> Path:
 
 def replan(args: argparse.Namespace, pool: ProcessPoolExecutor) -> None:
     result = json.loads(args.replan.read_text())
-    rows = [row for row in result["rows"] if args.only in row["case"]]
+    rows = [row for row in result["rows"] if any(part in row["case"] for part in args.only)]
     gpu, path = load_hardware().find(result["gpu"]), args.speeds or beside(args.replan)
     speeds = read(path) if path.is_file() else replace(assumed(), elsewhere=False)
     cases = [Case.named(row["case"]).after(result.get("flags", "")) for row in rows]
@@ -433,7 +440,8 @@ def measure(args: argparse.Namespace, out: Path, pool: ProcessPoolExecutor) -> N
 
     def left(cases: list[Case], rows: str) -> list[Case]:
         done = [row["case"] for row in result[rows]]
-        return [case for case in cases if args.only in str(case) and str(case) not in done]
+        named = [case for case in cases if any(part in str(case) for part in args.only)]
+        return [case for case in named if str(case) not in done]
 
     def write() -> None:
         result["summary"] = summary(result["rows"])
