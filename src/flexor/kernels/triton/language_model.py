@@ -9,40 +9,99 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from flexor.kernels.language_model import norm_programs, norm_rows
+
 ROWS = (64, 32, 16)  # query rows of a program: the more, the fewer times the keys are read
 MIN_PROGRAMS, MAX_PROGRAMS = 128, 256  # enough to occupy a GPU, without a second wave
 SPLIT_BLOCKS = 4  # blocks of keys per split, if there are more than twice as many
 
 
 @triton.jit
-def _rms_norm(x, weight, out, width, offset, eps, ROUND: tl.constexpr, WIDTH: tl.constexpr):
-    """A program handles one token."""
-    start = tl.program_id(0).to(tl.int64) * width
+def _load_rows(pointer, row, width, rows, WIDTH: tl.constexpr):
+    """[rows of a tile, WIDTH] in float32, and where its values are."""
     channel = tl.arange(0, WIDTH)
-    inside = channel < width
-    value = tl.load(x + start + channel, mask=inside, other=0.0).to(tl.float32)
-    scale = tl.load(weight + channel, mask=inside, other=0.0).to(tl.float32) + offset
-    rstd = 1 / tl.sqrt(tl.sum(value * value, 0) / width + eps)
-    normed = value * rstd
+    offset = row.to(tl.int64)[:, None] * width + channel[None, :]
+    mask = (row < rows)[:, None] & (channel < width)[None, :]
+    return tl.load(pointer + offset, mask=mask, other=0.0).to(tl.float32), offset, mask
+
+
+@triton.jit
+def _rms_norm(
+    x, weight, out, inverse_rms, rows, width, offset, eps,
+    ROUND: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr,
+):  # fmt: skip
+    """A program handles a tile of tokens."""
+    row, channel = tl.program_id(0) * ROWS + tl.arange(0, ROWS), tl.arange(0, WIDTH)
+    value, at, mask = _load_rows(x, row, width, rows, WIDTH)
+    scale = tl.load(weight + channel, mask=channel < width, other=0.0).to(tl.float32) + offset
+    inverse = 1 / tl.sqrt(tl.sum(value * value, 1) / width + eps)
+    normed = value * inverse[:, None]
     if ROUND:
         normed = normed.to(x.dtype.element_ty).to(tl.float32)
-    tl.store(out + start + channel, (normed * scale).to(out.dtype.element_ty), mask=inside)
+    tl.store(out + at, (normed * scale[None, :]).to(out.dtype.element_ty), mask=mask)
+    tl.store(inverse_rms + row, inverse, mask=row < rows)
 
 
 def rms_norm(
     x: Tensor, weight: Tensor, offset: float, eps: float, dtype: torch.dtype, round_normed: bool
-) -> Tensor:
+) -> tuple[Tensor, Tensor]:
     out, width = torch.empty_like(x, dtype=dtype), x.shape[-1]
-    size = triton.next_power_of_2(width)
-    _rms_norm[(x.numel() // width,)](
-        x, weight, out, width, offset, eps, round_normed, size, num_warps=4 if size <= 2048 else 8
+    inverse_rms = x.new_empty(x.shape[:-1], dtype=torch.float32)
+    tile, rows = (norm_rows(width), triton.next_power_of_2(width)), x.numel() // width
+    _rms_norm[(triton.cdiv(rows, tile[0]),)](
+        x, weight, out, inverse_rms, rows, width, offset, eps, round_normed, *tile, num_warps=_warps(width)
     )
-    return out
+    return out, inverse_rms
+
+
+def _warps(width: int) -> int:
+    return 4 if width <= 2048 else 8
 
 
 @triton.jit
-def _rotate(x, cos, sin, out, tokens, heads, sample_stride, half, HEADS: tl.constexpr, WIDTH: tl.constexpr):
-    """A program handles all heads of one token. `sample_stride` is that of cos and sin."""
+def _rms_norm_backward(
+    gradient, x, weight, inverse_rms, dx, parts, rows, width, offset,
+    ROUND: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr,
+):  # fmt: skip
+    """A program handles every n-th tile of tokens, and adds up its part of the gradient of the weights."""
+    channel = tl.arange(0, WIDTH)
+    scale = tl.load(weight + channel, mask=channel < width, other=0.0).to(tl.float32) + offset
+    part = tl.zeros([WIDTH], tl.float32)
+    for first in range(tl.program_id(0) * ROWS, rows, tl.num_programs(0) * ROWS):
+        row = first + tl.arange(0, ROWS)
+        value, at, mask = _load_rows(x, row, width, rows, WIDTH)
+        grad = tl.load(gradient + at, mask=mask, other=0.0).to(tl.float32)
+        inverse = tl.load(inverse_rms + row, mask=row < rows, other=0.0)[:, None]
+        normed, of_normed = value * inverse, grad * scale[None, :]
+        if ROUND:
+            part += tl.sum(grad * normed.to(x.dtype.element_ty).to(tl.float32), 0)
+            of_normed = of_normed.to(x.dtype.element_ty).to(tl.float32)
+        else:
+            part += tl.sum(grad * normed, 0)
+        mean = tl.sum(of_normed * normed, 1) / width
+        tl.store(dx + at, ((of_normed - normed * mean[:, None]) * inverse).to(dx.dtype.element_ty), mask=mask)
+    tl.store(parts + tl.program_id(0) * width + channel, part, mask=channel < width)
+
+
+def rms_norm_backward(
+    gradient: Tensor, x: Tensor, weight: Tensor, inverse_rms: Tensor, offset: float, round_normed: bool
+) -> tuple[Tensor, Tensor]:
+    dx, width = torch.empty_like(x), x.shape[-1]
+    parts = x.new_empty((norm_programs(x), width), dtype=torch.float32)
+    tile = norm_rows(width), triton.next_power_of_2(width)
+    _rms_norm_backward[(len(parts),)](
+        gradient, x, weight, inverse_rms, dx, parts, x.numel() // width, width, offset, round_normed, *tile,
+        num_warps=_warps(width),
+    )  # fmt: skip
+    return dx, parts
+
+
+@triton.jit
+def _rotate(
+    x, cos, sin, out, tokens, heads, sample_stride, half,
+    BACK: tl.constexpr, HEADS: tl.constexpr, WIDTH: tl.constexpr,
+):  # fmt: skip
+    """A program handles all heads of one token. `sample_stride` is that of cos and sin. BACK: the other way."""
     token = tl.program_id(0)
     head, channel = tl.arange(0, HEADS)[:, None], tl.arange(0, WIDTH)[None, :]
     inside = (head < heads) & (channel < 2 * half)
@@ -51,29 +110,38 @@ def _rotate(x, cos, sin, out, tokens, heads, sample_stride, half, HEADS: tl.cons
     partner_channel = tl.where(channel < half, channel + half, channel - half)
     value = tl.load(x + start + channel, mask=inside, other=0.0).to(tl.float32)
     partner_value = tl.load(x + start + partner_channel, mask=inside, other=0.0).to(tl.float32)
-    rotated = value * tl.load(cos + angle, mask=inside, other=0.0)
-    rotated += partner_value * tl.load(sin + angle, mask=inside, other=0.0)
+    sine = tl.load(sin + angle, mask=channel < 2 * half, other=0.0)
+    rotated = value * tl.load(cos + angle, mask=channel < 2 * half, other=0.0)
+    rotated += partner_value * (-sine if BACK else sine)
     tl.store(out + start + channel, rotated.to(out.dtype.element_ty), mask=inside)
 
 
-def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+def rotate(x: Tensor, cos: Tensor, sin: Tensor, back: bool) -> Tensor:
     """x [B, S, heads, D]; cos and sin [B or 1, S, 1, D], float32."""
     batch, tokens, heads, width = x.shape
     out, sample_stride = torch.empty_like(x), 0 if len(cos) == 1 else tokens * width
     sizes = triton.next_power_of_2(heads), triton.next_power_of_2(width)
-    _rotate[(batch * tokens,)](x, cos, sin, out, tokens, heads, sample_stride, width // 2, *sizes)
+    _rotate[(batch * tokens,)](x, cos, sin, out, tokens, heads, sample_stride, width // 2, back, *sizes)
     return out
+
+
+@triton.jit
+def _activated(gate, GELU: tl.constexpr):
+    """The activation of the gate, and its slope."""
+    if GELU:  # by its tanh approximation, which is a sigmoid
+        sigmoid = tl.sigmoid(1.5957691216057308 * (gate + 0.044715 * gate * gate * gate))
+        inner_slope = 1.5957691216057308 * (1 + 0.134145 * gate * gate)
+    else:
+        sigmoid = tl.sigmoid(gate)
+        inner_slope = 1.0
+    return gate * sigmoid, sigmoid * (1 + gate * (1 - sigmoid) * inner_slope)
 
 
 @triton.jit
 def _gate(gate, up, out, count, GELU: tl.constexpr, BLOCK: tl.constexpr):
     index = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     mask = index < count
-    g = tl.load(gate + index, mask=mask, other=0.0).to(tl.float32)
-    if GELU:  # noqa: SIM108, a branch of the compiler's
-        active = g * tl.sigmoid(1.5957691216057308 * (g + 0.044715 * g * g * g))
-    else:
-        active = g * tl.sigmoid(g)
+    active, _ = _activated(tl.load(gate + index, mask=mask, other=0.0).to(tl.float32), GELU)
     active = active.to(out.dtype.element_ty).to(tl.float32)  # torch rounds here
     value = active * tl.load(up + index, mask=mask, other=0.0).to(tl.float32)
     tl.store(out + index, value.to(out.dtype.element_ty), mask=mask)
@@ -83,6 +151,25 @@ def gate(gate: Tensor, up: Tensor, gelu: bool) -> Tensor:
     out = torch.empty_like(gate)
     _gate[(triton.cdiv(gate.numel(), 1024),)](gate, up, out, gate.numel(), gelu, 1024)
     return out
+
+
+@triton.jit
+def _gate_backward(gradient, gate, up, dgate, dup, count, GELU: tl.constexpr, BLOCK: tl.constexpr):
+    index = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    mask, low = index < count, gate.dtype.element_ty
+    grad = tl.load(gradient + index, mask=mask, other=0.0).to(tl.float32)
+    active, slope = _activated(tl.load(gate + index, mask=mask, other=0.0).to(tl.float32), GELU)
+    # torch rounds the activation, and the gradient of it
+    tl.store(dup + index, (grad * active.to(low).to(tl.float32)).to(low), mask=mask)
+    of_active = (grad * tl.load(up + index, mask=mask, other=0.0).to(tl.float32)).to(low).to(tl.float32)
+    tl.store(dgate + index, (of_active * slope).to(low), mask=mask)
+
+
+def gate_backward(gradient: Tensor, gate: Tensor, up: Tensor, gelu: bool) -> tuple[Tensor, Tensor]:
+    dgate, dup = torch.empty_like(gate), torch.empty_like(up)
+    count = gate.numel()
+    _gate_backward[(triton.cdiv(count, 1024),)](gradient, gate, up, dgate, dup, count, gelu, 1024)
+    return dgate, dup
 
 
 @triton.jit

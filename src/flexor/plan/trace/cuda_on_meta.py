@@ -275,7 +275,8 @@ class CudaOnMeta(TorchFunctionMode):
     ) -> Any:
         args, kwargs = tuple(args), kwargs or {}
         name = getattr(function, "__name__", "")
-        if name in ("__get__", "__set__"):
+        is_ours = getattr(function, "_qualified_op_name", "").startswith("flexor::")
+        if is_ours or name in ("__get__", "__set__"):
             return function(*args, **kwargs)
         if name in VALUES or name == "item":
             return self._value(name, function, args)
