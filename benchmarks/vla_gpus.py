@@ -27,7 +27,10 @@ WAYS = {
         "--policy.freeze_vision_encoder=false",
     ],
     "pi0, adapters": ["pi0", "--lora.r=16"],
+    "pi0, adapters on an 8-bit base": ["pi0", "--lora.r=16", "--lora.base=8bit"],
+    "pi0, adapters on a 4-bit base": ["pi0", "--lora.r=16", "--lora.base=4bit"],
     "pi0.5, adapters": ["pi05", "--lora.r=16"],
+    "pi0.5, adapters on a 4-bit base": ["pi05", "--lora.r=16", "--lora.base=4bit"],
     "pi0, the action expert": ["pi0", "--policy.train_expert_only=true"],
     "pi0, everything, bf16 weights": [
         "pi0",

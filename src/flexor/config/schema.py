@@ -367,6 +367,21 @@ def validate_weights(config: TrainConfig) -> None:
             f"{setting} is not supported by {config.policy.type}: this policy updates some of its weights itself, "
             "so all weights must be trained, in float32."
         )
+    if config.lora.base:
+        _validate_quantized(config)
+
+
+def _validate_quantized(config: TrainConfig) -> None:
+    unsupported = {
+        f"parallel.strategy={config.parallel.strategy}": config.parallel.strategy in SHARDED,
+        "ema.enable=true": config.ema.enable,
+        "compile=true": config.compile,
+    }
+    for other, is_set in unsupported.items():
+        if is_set:
+            raise ConfigError(
+                f"lora.base={config.lora.base} does not work with {other}: leave out one of them."
+            )
 
 
 def _validate_hub(config: TrainConfig) -> None:

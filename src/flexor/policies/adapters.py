@@ -10,7 +10,7 @@ import math
 import re
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, fields
-from typing import TypeVar
+from typing import Literal, TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -37,6 +37,9 @@ class LoraConfig:
     target_modules: list[str] | str | None = None
     """Linear layers that get an adapter: all-linear, a list of names or name endings, or a regular expression. By
     default the policy decides, usually for all-linear."""
+    base: Literal["8bit", "4bit"] | None = None
+    """Store the frozen weights of the policy's blocks in 8 or 4 bits, as QLoRA does. Checkpoints have the original
+    weights. By default they are stored in bfloat16 where a run computes in bf16."""
     full_training_modules: list[str] = field(default_factory=list)
     """Modules that are trained fully, without adapters: a list of names or name endings."""
 
@@ -58,6 +61,10 @@ class LoraConfig:
     @property
     def scale(self) -> float:
         return self.alpha / self.r
+
+    @property
+    def base_bits(self) -> int | None:
+        return None if self.base is None else {"8bit": 8, "4bit": 4}[self.base]
 
 
 class LoraLinear(nn.Linear):

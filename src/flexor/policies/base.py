@@ -350,7 +350,7 @@ class Policy(nn.Module):
         super().__init__()
         config.validate()
         self.config = config
-        self.float32_weights: dict[str, Tensor] = {}  # in host memory, of weights stored in bfloat16
+        self.float32_weights: dict[str, Tensor] = {}  # in host memory, of weights stored in bfloat16 or less
 
     def loss(self, batch: Batch, noise: NoiseSource) -> Loss:
         raise NotImplementedError

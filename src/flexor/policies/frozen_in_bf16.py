@@ -12,7 +12,8 @@ from torch import Tensor, nn
 
 from flexor.policies.base import Policy
 from flexor.policies.nn.cast_to_bf16 import AUTOCAST_LAYERS
-from flexor.policies.nn.transformer import TokenEmbedding, Transformer
+from flexor.policies.nn.transformer import TokenEmbedding, fix_residual_dtypes
+from flexor.policies.quantized import QuantizedLinear
 from flexor.policies.weight_names import parameters_only_in, unique_parameters, unique_state
 
 
@@ -21,8 +22,7 @@ def store_frozen_in_bf16(policy: Policy, keep_float32: bool, host: str = "cpu") 
 
     `keep_float32`: also keep the float32 values, in `policy.float32_weights`, on the device `host`.
     """
-    for transformer in filter(lambda module: isinstance(module, Transformer), policy.modules()):
-        transformer.residual_dtype = transformer.dtype
+    fix_residual_dtypes(policy)
     for name, parameter in _castable_weights(policy).items():
         weight = parameter.detach()
         layer = _layer_of(policy, name)
@@ -35,14 +35,18 @@ def store_frozen_in_bf16(policy: Policy, keep_float32: bool, host: str = "cpu") 
 
 
 def float32_state(policy: Policy) -> dict[str, Tensor]:
-    """`unique_state`, with the float32 values of weights that are stored in bfloat16."""
+    """`unique_state`, with the original values of weights that are stored in bfloat16, 8 or 4 bits."""
     return unique_state(policy) | policy.float32_weights
 
 
 def round_frozen(policy: Policy) -> None:
-    """After `float32_state` was filled: the same values in bfloat16."""
+    """After `float32_state` was filled: the same values as the policy stores them."""
     for name, weight in policy.float32_weights.items():
-        policy.get_parameter(name).data.copy_(_as_computed(_layer_of(policy, name), weight))
+        layer = _layer_of(policy, name)
+        if isinstance(layer, QuantizedLinear):
+            layer.load_original(weight)
+        else:
+            policy.get_parameter(name).data.copy_(_as_computed(layer, weight))
 
 
 def _castable_weights(policy: Policy) -> dict[str, nn.Parameter]:

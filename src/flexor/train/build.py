@@ -149,6 +149,8 @@ def pick_strategy(config: TrainConfig, processes: Processes, device: torch.devic
     """ddp if weights, gradients and Adam's state fit in half of the smallest device; the rest is for activations."""
     with parameters_without_memory():
         policy = make_policy(config)
+    if config.lora.base:  # whole on each GPU
+        return "ddp"
     if device.type in DEVICES and may_store_frozen_in_bf16(config):
         store_frozen_in_bf16(policy, keep_float32=False, host="meta")
     parameters = list(policy.parameters())
@@ -248,6 +250,7 @@ def build_policy(config: TrainConfig, engine: Engine, resuming: bool = False) ->
         log.warning(warning, config.lora.r)
     if engine.device.type in DEVICES and engine.strategy in ("one process", "ddp"):
         engine.frozen_in_bf16 = may_store_frozen_in_bf16(config)
+    engine.base_bits = config.lora.base_bits
     return engine.build(make, weights)
 
 

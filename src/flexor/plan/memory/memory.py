@@ -178,6 +178,8 @@ class MemoryPlanner:
 
     def _automatic(self, trace: Trace) -> str:
         """The same choice as in `train.build.pick_strategy`."""
+        if self.config.lora.base:
+            return "ddp"
         average = 4 * trace.trained if self.config.ema.enable else 0
         need, room = trace.nbytes("weights") + 3 * trace.gradients + average, self.gpu.memory // 2
         if need <= room:

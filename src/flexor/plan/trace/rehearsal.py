@@ -35,6 +35,7 @@ from flexor.policies.meta_init import parameters_without_memory, with_memory
 from flexor.policies.pretrained import base_policy
 from flexor.policies.processing.host_steps import split_processing
 from flexor.policies.processing.pipeline import Pipeline
+from flexor.policies.quantized import quantize_base
 from flexor.train.build import (
     build_augmentation,
     captures_steps,
@@ -188,7 +189,7 @@ class Rehearsal:
         return formats
 
     def _make_policy(self) -> Policy:
-        if not stores_frozen_in_bf16(self.config, self.device):
+        if not keeps_float32_on_host(self.config, self.device):
             return policy_on(self.config, self.device)
         self.tracker.phase = "host"  # where the trainer rounds the weights
         policy = policy_on(self.config, self.device)
@@ -276,18 +277,26 @@ def total(tensors: Iterable[Tensor]) -> int:
     return sum(tensor.nbytes for tensor in tensors)
 
 
-def stores_frozen_in_bf16(config: TrainConfig, device: torch.device) -> bool:
+def keeps_float32_on_host(config: TrainConfig, device: torch.device) -> bool:
+    """Whether the GPU has frozen weights in bfloat16 or less, and the host the original ones."""
+    return config.lora.base is not None or _stores_in_bf16(config, device)
+
+
+def _stores_in_bf16(config: TrainConfig, device: torch.device) -> bool:
     return device.type in DEVICES and may_store_frozen_in_bf16(config)
 
 
 def policy_on(config: TrainConfig, device: torch.device = META) -> Policy:
     """The policy as the trainer makes it, with the weights from its constructor.
 
-    If frozen weights are stored in bfloat16, parameters have no memory yet.
+    If frozen weights are stored in bfloat16 or less, parameters have no memory yet.
     """
-    if stores_frozen_in_bf16(config, device):
+    if keeps_float32_on_host(config, device):
         policy = _without_memory(config)
-        store_frozen_in_bf16(policy, keep_float32=True, host="meta")
+        if config.lora.base_bits:
+            quantize_base(policy, config.lora.base_bits, host="meta")
+        if _stores_in_bf16(config, device):
+            store_frozen_in_bf16(policy, keep_float32=True, host="meta")
         return policy
     if device == META:
         policy = _without_memory(config)

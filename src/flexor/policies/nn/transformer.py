@@ -179,8 +179,7 @@ class SelfAttention(nn.Module):
         rows = q.float().unflatten(2, (-1, self.groups)).permute(0, 2, 3, 1, 4).flatten(2, 3)
         scores = (rows @ keys * self.head_dim**-0.5).masked_fill(~mask, torch.finfo(torch.float32).min)
         out = scores.softmax(-1).to(cache.values.dtype) @ cache.values.transpose(1, 2)
-        out = out.unflatten(2, (self.groups, -1)).permute(0, 3, 1, 2, 4).flatten(2)
-        return out.to(self.o_proj.weight.dtype)
+        return out.unflatten(2, (self.groups, -1)).permute(0, 3, 1, 2, 4).flatten(2)
 
 
 class GatedMLP(nn.Module):
@@ -324,6 +323,13 @@ class Transformer(nn.Module):
             attention.o_proj,
         ):
             unused.requires_grad_(False)
+
+
+def fix_residual_dtypes(network: nn.Module) -> None:
+    """From here on, the type of hidden states between layers does not change with the type of the weights."""
+    for transformer in filter(lambda module: isinstance(module, Transformer), network.modules()):
+        assert isinstance(transformer, Transformer)
+        transformer.residual_dtype = transformer.dtype
 
 
 def round_in_bf16(network: nn.Module) -> None:

@@ -27,6 +27,7 @@ from flexor.policies.base import Policy
 from flexor.policies.frozen_in_bf16 import store_frozen_in_bf16
 from flexor.policies.meta_init import with_memory
 from flexor.policies.pretrained import load_weights
+from flexor.policies.quantized import quantize_base
 from flexor.train.engine.exchange import GradientExchange, broadcast_weights
 from flexor.train.optim.adamw_8bit import AdamW8bit
 from flexor.train.optim.bf16_copies import Bf16Copies
@@ -111,6 +112,7 @@ class Engine:
             self.strategy = "ddp"
         self.learning_rates: list[Tensor] | None = None
         self.frozen_in_bf16 = False  # whether frozen weights are stored in bfloat16
+        self.base_bits: int | None = None  # of frozen linear layers, if they are quantized
         self.copies: Bf16Copies | None = None  # of the weights, where the step computes with copies
         self.exchange: GradientExchange | None = None  # with other ranks
         self.scaler = torch.amp.GradScaler(device.type, enabled=precision == "fp16")
@@ -134,6 +136,8 @@ class Engine:
         if weights is None:
             with self.processes.main_first():  # one process per host downloads
                 policy.load_backbone()
+        if self.base_bits:
+            quantize_base(policy, self.base_bits)
         if self.frozen_in_bf16:
             store_frozen_in_bf16(policy, keep_float32=self.processes.is_main)
         with_memory(policy, self.device)
