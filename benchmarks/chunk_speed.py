@@ -25,10 +25,11 @@ import step_speed
 from flexor.bench.policy import computing_in, measure, untrained
 from flexor.core.console import table
 from flexor.policies.features import Kind
+from flexor.serve.open import Precision
 from step_speed import CASES, DEVICE, LARGE, as_lerobot_trains, lerobot_batch, lerobot_policy, settings
 
 WARM_UP, CALLS = 3, 15
-DTYPES = {"its default": None, "bf16": "bf16"}
+DTYPES: dict[str, Precision | None] = {"its default": None, "bf16": "bfloat16"}
 
 
 def lerobot_chunk(case: step_speed.Case, folder: Path, bf16: bool) -> float:
@@ -63,7 +64,7 @@ def median_ms(call: Callable[[], None]) -> float:
     return statistics.median(times)
 
 
-def flexor_chunk(case: step_speed.Case, dtype: str | None) -> dict[str, float]:
+def flexor_chunk(case: step_speed.Case, dtype: Precision | None) -> dict[str, float]:
     """Milliseconds, eager and as a graph."""
     policy = untrained(settings(case, []).policy, dtype)
     with computing_in(dtype, policy):
