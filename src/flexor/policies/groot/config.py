@@ -192,10 +192,10 @@ class GrootConfig(AdamSettings, CrossEmbodimentConfig):
                 f"policy.chunk_size={self.chunk_size} is more than the base model's action_horizon={size.horizon}: "
                 "set it to that."
             )
-        if max(self.embodiments.values(), default=0) >= size.embodiments:
+        if (number := self.tag_number or 0) >= size.embodiments:
             raise ConfigError(
-                f"policy.embodiment_ids has numbers of {size.embodiments} and more, but the base model has layers for "
-                f"{size.embodiments} embodiments."
+                f"policy.embodiment_tag={self.embodiment_tag} is the embodiment {number}, but the base model has layers "
+                f"for {size.embodiments} only."
             )
 
     @cached_property
