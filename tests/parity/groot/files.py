@@ -143,7 +143,7 @@ def make_backbone(folder: Path) -> None:
 
 
 def make_tokenizer(folder: Path) -> None:
-    """"the" is between words; new lines are words."""
+    """ "the" is between words; new lines are words."""
     added = [
         {"id": number, "content": word, "special": True, "normalized": False}
         | dict.fromkeys(("single_word", "lstrip", "rstrip"), False)

@@ -162,7 +162,17 @@ def test_images_have_whole_tokens_of_32_pixels():
     [
         ({"model_type": "qwen2_5_vl"}, "not 'qwen3_vl'"),
         ({"image_token_id": 300}, "is none of 300 tokens"),
-        ({"vision_config": {**VISION, "spatial_merge_size": 2, "temporal_patch_size": 2, "patch_size": 14}}, "16, 2, 2"),
+        (
+            {
+                "vision_config": {
+                    **VISION,
+                    "spatial_merge_size": 2,
+                    "temporal_patch_size": 2,
+                    "patch_size": 14,
+                }
+            },
+            "16, 2, 2",
+        ),
         ({"text_config": {**TEXT, "hidden_size": 32}}, "is not hidden_size"),
         ({"vision_config": None}, "does not describe"),
     ],

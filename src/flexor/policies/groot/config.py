@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from pathlib import Path
 from typing import Any, ClassVar, Self
 
-from flexor.core.errors import ConfigError
+from flexor.core.errors import CheckpointError, ConfigError
+from flexor.core.foreign_files import read_json_object
 from flexor.core.log import log
 from flexor.core.model_files import ModelFiles
+from flexor.core.paths import inside
 from flexor.policies.base import MOST_DROPOUT
 from flexor.policies.cross_embodiment import CrossEmbodimentConfig, Features
 from flexor.policies.features import Kind, Normalization
@@ -18,7 +22,6 @@ from flexor.policies.groot.images import MAX_PIXELS, MIN_PIXELS, TOKEN, ImageGeo
 from flexor.policies.groot.network import TunedParts
 from flexor.policies.groot.processing import (
     EMBODIMENTS,
-    DecodeActions,
     EncodePrompt,
     PackInputs,
     UnpackActions,
@@ -32,6 +35,7 @@ from flexor.policies.processing.pipeline import ProcessingStep, Stats
 from flexor.policies.vlm.qwen2_5_images import ImageGrid
 
 NATIVE_HORIZON = 40
+BASE_CONFIG = "base_model_config.json"  # in a checkpoint: the base model's config.json
 OLD_DEFAULTS = {
     "max_state_dim": (64, 132),
     "max_action_dim": (32, 132),
@@ -168,7 +172,9 @@ class GrootConfig(AdamSettings, CrossEmbodimentConfig):
         self.require(0, "state_dropout_prob", high=MOST_DROPOUT)
         self.require(TOKEN**2, "image_min_pixels", "image_max_pixels")
         if min(self.image_target_size) < 1:
-            raise ConfigError(f"policy.image_target_size={list(self.image_target_size)} must be at least 1 by 1.")
+            raise ConfigError(
+                f"policy.image_target_size={list(self.image_target_size)} must be at least 1 by 1."
+            )
         if self.action_decode_transform not in (None, "", "none", "auto", "libero"):
             raise ConfigError(
                 f"policy.action_decode_transform={self.action_decode_transform!r} is not known: use auto, none or "
@@ -194,8 +200,8 @@ class GrootConfig(AdamSettings, CrossEmbodimentConfig):
             )
         if (number := self.tag_number or 0) >= size.embodiments:
             raise ConfigError(
-                f"policy.embodiment_tag={self.embodiment_tag} is the embodiment {number}, but the base model has layers "
-                f"for {size.embodiments} only."
+                f"policy.embodiment_tag={self.embodiment_tag} has the number {number}, but the base model has layers "
+                f"for {size.embodiments} embodiments only."
             )
 
     @cached_property
@@ -217,7 +223,11 @@ class GrootConfig(AdamSettings, CrossEmbodimentConfig):
 
     @property
     def _base_label(self) -> str:
-        return "policy.base_config" if self.base_config is not None else f"policy.base_model_path={self.base_name}"
+        return (
+            "policy.base_config"
+            if self.base_config is not None
+            else f"policy.base_model_path={self.base_name}"
+        )
 
     @property
     def base_files(self) -> ModelFiles:
@@ -279,7 +289,9 @@ class GrootConfig(AdamSettings, CrossEmbodimentConfig):
             crop = self.image_crop_size[0] / self.image_target_size[0]
         edge, letter_box = self.shortest_image_edge, self.letter_box_transform
         limits = self.image_min_pixels, self.image_max_pixels
-        return ImageGeometry((self.image_target_size[0], self.image_target_size[1]), crop, edge, letter_box, *limits)
+        return ImageGeometry(
+            (self.image_target_size[0], self.image_target_size[1]), crop, edge, letter_box, *limits
+        )
 
     @property
     def grids(self) -> list[ImageGrid]:
@@ -302,9 +314,7 @@ class GrootConfig(AdamSettings, CrossEmbodimentConfig):
         return True
 
     def for_lerobot(self) -> Self:
-        return replace(
-            self, base_model_path=self.base_name, action_decode_transform=self.decode_transform
-        )
+        return replace(self, base_model_path=self.base_name, action_decode_transform=self.decode_transform)
 
     def steps_before(self, stats: Stats) -> list[ProcessingStep]:
         rename, to_batch, to_device, _ = super().steps_before(stats)
@@ -361,6 +371,19 @@ class GrootConfig(AdamSettings, CrossEmbodimentConfig):
             return replace(step, image_tokens=tokens, vocabulary=self.size().backbone.vocabulary)
         return step
 
+    def checkpoint_files(self) -> Mapping[str, str]:
+        return {BASE_CONFIG: json.dumps(self.described_base(), indent=2)}
+
+    def with_saved_files(self, folder: Path) -> Self:
+        """The sizes of the base model, if Flexor wrote the checkpoint."""
+        file = inside(folder, BASE_CONFIG)
+        if self.base_config is not None or not file.is_file():
+            return self
+        try:
+            return replace(self, base_config=dict(read_json_object(file)))
+        except (ValueError, TypeError) as error:
+            raise CheckpointError(f"{file} does not describe a base model: {error!r}") from error
+
     def with_saved_steps(self, steps: Sequence[Mapping[str, Any]]) -> Self:
         """How images are cropped, and what embodiments there are, is in a checkpoint's processing."""
         configs = {step.get("registry_name"): step.get("config") or {} for step in steps}
@@ -369,13 +392,18 @@ class GrootConfig(AdamSettings, CrossEmbodimentConfig):
             "embodiment_ids": pack.get("embodiment_mapping"),
             "processor_name": encode.get("model_name"),
         }
-        saved |= {name: pack[name] for name in ("clip_outliers", "formalize_language", "video_modality_keys") if name in pack}
+        saved |= {
+            name: pack[name]
+            for name in ("clip_outliers", "formalize_language", "video_modality_keys")
+            if name in pack
+        }
         names = ("image_crop_size", "shortest_image_edge", "crop_fraction", "letter_box_transform")
         saved |= {name: encode[name] for name in names if name in encode}
         if encode.get("image_target_size"):
             saved["image_target_size"] = encode["image_target_size"]
-        unset = {name: value for name, value in saved.items() if getattr(self, name) == _default(name)}
-        return replace(self, **{name: tuple(v) if name.endswith("_size") and v else v for name, v in unset.items()})
+        sizes = {name: tuple(saved[name]) for name in saved if name.endswith("_size") and saved[name]}
+        unset = {name: v for name, v in {**saved, **sizes}.items() if getattr(self, name) == _default(name)}
+        return replace(self, **unset)
 
     def optimizer_preset(self) -> dict[str, Any]:
         return super().optimizer_preset() | {"grad_clip_norm": 1.0}
@@ -395,5 +423,3 @@ def _named(key: str) -> list[str]:
 
 def _default(name: str) -> Any:
     return GrootConfig.__dataclass_fields__[name].default
-
-

@@ -54,7 +54,7 @@ class BlockSize:
         )
 
 
-class Memory(NamedTuple):
+class TokenMemory(NamedTuple):
     """Tokens that a block attends to."""
 
     tokens: Tensor  # [B, S, D]
@@ -79,7 +79,7 @@ class BlockAttention(nn.Module):
         self.to_v = nn.Linear(memory_width or width, width, bias=bias)
         self.to_out = nn.ModuleList([nn.Linear(width, width)])
 
-    def keys_values(self, memory: Memory) -> KeysAndValues:
+    def keys_values(self, memory: TokenMemory) -> KeysAndValues:
         return KeysAndValues(
             self._split(self.to_k(memory.tokens)), self._split(self.to_v(memory.tokens)), memory.mask
         )
@@ -154,13 +154,13 @@ class ConditionedBlock(nn.Module):
         self,
         x: Tensor,
         condition: Tensor | None = None,
-        memory: Memory | KeysAndValues | None = None,
+        memory: TokenMemory | KeysAndValues | None = None,
         mask: Tensor | None = None,
     ) -> Tensor:
         """x [B, S, width] -> the same shape. It attends to `memory`; None: to itself, where `mask` is true."""
         dtype = autocast_type(x)  # of the norms' outputs: cast once, for all layers that get them
         normed = (self.norm1(x) if condition is None else self.norm1(x, condition)).to(dtype)
-        memory = Memory(normed, mask) if memory is None else memory
+        memory = TokenMemory(normed, mask) if memory is None else memory
         attended = self.attn1(normed, memory if isinstance(memory, KeysAndValues) else self.remember(memory))
         attended = F.dropout(attended, self.dropout, self.training)
         if self.final_dropout:
@@ -168,7 +168,7 @@ class ConditionedBlock(nn.Module):
         x = attended + x
         return self.ff(self.norm3(x).to(dtype)) + x
 
-    def remember(self, memory: Memory) -> KeysAndValues:
+    def remember(self, memory: TokenMemory) -> KeysAndValues:
         return self.attn1.keys_values(memory)
 
 
@@ -177,7 +177,9 @@ class SelfAttentionStack(nn.Module):
 
     def __init__(self, size: BlockSize):
         super().__init__()
-        self.transformer_blocks = nn.ModuleList(ConditionedBlock(size, adaptive=False) for _ in range(size.depth))
+        self.transformer_blocks = nn.ModuleList(
+            ConditionedBlock(size, adaptive=False) for _ in range(size.depth)
+        )
 
     def forward(self, x: Tensor, mask: Tensor) -> Tensor:
         """x [B, S, width], mask [B, 1, 1, S]."""
@@ -243,7 +245,7 @@ class DiT(nn.Module):
         self.proj_out_1 = nn.Linear(width, 2 * width)
         self.proj_out_2 = nn.Linear(width, size.output)
 
-    def remember(self, memories: Sequence[Memory]) -> list[KeysAndValues | None]:
+    def remember(self, memories: Sequence[TokenMemory]) -> list[KeysAndValues | None]:
         """What each block makes of the memories, for several calls of `forward`. A batch of words and images."""
         remembered: list[KeysAndValues | None] = []
         for number, block in enumerate(self.transformer_blocks):
@@ -256,14 +258,14 @@ class DiT(nn.Module):
         self,
         x: Tensor,
         time: Tensor,
-        memories: Sequence[Memory],
+        memories: Sequence[TokenMemory],
         remembered: Sequence[KeysAndValues | None] | None = None,
     ) -> Tensor:
         """x [B, S, width] at times [B] -> [B, S, output]. `memories`: words, images, and all tokens."""
         condition = self.timestep_encoder(time)
         for number, block in enumerate(self.transformer_blocks):
             read = self.size.reads(number)
-            memory: Memory | KeysAndValues | None = None if read is None else memories[read]
+            memory: TokenMemory | KeysAndValues | None = None if read is None else memories[read]
             x = block(x, condition, memory if remembered is None else remembered[number])
         shift, scale = self.proj_out_1(F.silu(condition))[:, None].chunk(2, dim=-1)
         normed = F.layer_norm(x, (self.size.blocks.width,), eps=1e-6)

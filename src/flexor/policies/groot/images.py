@@ -81,5 +81,3 @@ class GrootImages(nn.Module):
 def all_images(sizes: Sequence[tuple[int, int]], geometry: ImageGeometry) -> nn.ModuleList:
     """For each camera."""
     return nn.ModuleList(GrootImages(size, geometry) for size in sizes)
-
-

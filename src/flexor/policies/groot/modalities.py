@@ -1,4 +1,4 @@
-"""How a GR00T's actions and states are scaled: by a dataset's range, or group by group by the statistics of a base model.
+"""How a GR00T's actions and states are scaled: by a dataset's range, or group by group by a base model's statistics.
 
 A base model has statistics for each kind of robot. They are of groups, such as an arm's joints and a gripper, in the
 order in which these make up the state and the action. Groups may be relative to the state at the start of the chunk;
@@ -131,13 +131,17 @@ class Modalities:
         names = ("q01", "q99") if percentiles else ("min", "max")
         stats = (self.raw_stats.get(source) or {}).get(group.key) or {}
         if missing := [name for name in names if name not in stats]:
-            raise ConfigError(f"The base model's statistics.json has no {' and '.join(missing)} of {source}.{group.key}.")
+            raise ConfigError(
+                f"The base model's statistics.json has no {' and '.join(missing)} of {source}.{group.key}."
+            )
         low, high = (torch.tensor(stats[name], dtype=torch.float32) for name in names)
         return Range(low, high)
 
     def flat_range(self, modality: str) -> Range:
         """Of all groups side by side, [D]; of relative ones, the values of all steps."""
-        ranges = [self.range_of(group, modality) for group in (self.states if modality == "state" else self.actions)]
+        ranges = [
+            self.range_of(group, modality) for group in (self.states if modality == "state" else self.actions)
+        ]
         return Range(*(torch.cat([each.flatten() for each in sides]) for sides in zip(*ranges)))
 
     def flat_statistics(self) -> dict[str, dict[str, Tensor]]:
@@ -166,8 +170,8 @@ class Modalities:
             part = action[..., group.place]
             if group.relative and group.kind != "non_eef":
                 raise ConfigError(
-                    f"The action group {group.key!r} is a relative pose of a hand: Flexor predicts it, as LeRobot does, "
-                    "but does not train it. Choose another policy.embodiment_tag."
+                    f"The action group {group.key!r} is a relative pose of a hand: as LeRobot, Flexor predicts it but "
+                    "does not train it. Choose another policy.embodiment_tag."
                 )
             parts.append(part - self.reference(state, group) if group.relative else part)
         return torch.cat([*parts, action[..., self.action_width :]], -1)
@@ -187,11 +191,16 @@ class Modalities:
 
     def normalize(self, action: Tensor, clip: bool) -> Tensor:
         """Actions [B, H, A], relative where they are learned so, group by group."""
-        parts = [self.range_of(group, "action").normalize(action[..., group.place], clip) for group in self.actions]
+        parts = [
+            self.range_of(group, "action").normalize(action[..., group.place], clip) for group in self.actions
+        ]
         return torch.cat(parts, -1)
 
     def restore(self, action: Tensor) -> Tensor:
-        parts = [self.range_of(group, "action").restore(action[..., group.place], clip=True) for group in self.actions]
+        parts = [
+            self.range_of(group, "action").restore(action[..., group.place], clip=True)
+            for group in self.actions
+        ]
         return torch.cat(parts, -1)
 
 

@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from flexor.policies.groot.dit import DiT, KeysAndValues, Memory, SelfAttentionStack
+from flexor.policies.groot.dit import DiT, KeysAndValues, SelfAttentionStack, TokenMemory
 from flexor.policies.groot.embodiment import ActionTokens, EmbodimentMLP
 from flexor.policies.groot.size import GrootSize
 from flexor.policies.vlm.qwen2_5_images import ImageGrid
@@ -20,7 +20,7 @@ class ObservationContext(NamedTuple):
 
     state: Tensor
     """A token [B, 1, width]."""
-    memories: list[Memory]
+    memories: list[TokenMemory]
     """Words, images, and both."""
     embodiment: Tensor
     """[1]"""
@@ -113,9 +113,9 @@ class GrootNetwork(nn.Module):
         tokens = self.action_head.read_tokens(hidden, valid)
         places = self.vlm.places(token_ids)
         mask = valid[:, None, None]
-        words = Memory(tokens.index_select(1, places.others), mask.index_select(3, places.others))
-        images = Memory(tokens.index_select(1, places.images), None)
-        return ObservationContext(state, [words, images, Memory(tokens, mask)], embodiment)
+        words = TokenMemory(tokens.index_select(1, places.others), mask.index_select(3, places.others))
+        images = TokenMemory(tokens.index_select(1, places.images), None)
+        return ObservationContext(state, [words, images, TokenMemory(tokens, mask)], embodiment)
 
     def remember(self, context: ObservationContext) -> ObservationContext:
         """The context as several integration steps use it."""

@@ -89,9 +89,7 @@ class Groot(Policy):
         end of the last chunk on freely.
         """
         previous = batch[PREVIOUS][:, : x.shape[1]]
-        target = F.pad(
-            previous.to(x), (0, x.shape[2] - previous.shape[2], 0, x.shape[1] - previous.shape[1])
-        )
+        target = F.pad(previous.to(x), (0, x.shape[2] - previous.shape[2], 0, x.shape[1] - previous.shape[1]))
         weights = batch[GUIDANCE_WEIGHTS][..., None].to(x)  # 1 for actions that are executed, 0 for free ones
         weights = F.pad(weights, (0, 0, 0, x.shape[1] - weights.shape[-2]))
         rate = self.config.rtc_ramp_rate or self._groot_model.size.ramp_rate
@@ -168,7 +166,9 @@ class Groot(Policy):
     def param_groups(self) -> list[ParamGroup]:
         """With and without weight decay, as LeRobot tells them apart by name."""
         norms = {p for m in self.modules() if isinstance(m, nn.LayerNorm) for p in m.parameters()}
-        trained = [(name, p) for name, p in self.named_parameters() if p.requires_grad or self._is_unused(name)]
+        trained = [
+            (name, p) for name, p in self.named_parameters() if p.requires_grad or self._is_unused(name)
+        ]
         decayed = {name for name, p in trained if p not in norms and not _is_norm(name)}
         return [
             ParamGroup([p for name, p in trained if name in decayed]),

@@ -264,7 +264,9 @@ class EncodePrompt(ProcessingStep):
                 "shorten it."
             )
         if IMAGE_PAD in task:
-            raise FlexorError(f"The task {task[:80]!r} has {IMAGE_PAD} in it, which stands for images: leave it out.")
+            raise FlexorError(
+                f"The task {task[:80]!r} has {IMAGE_PAD} in it, which stands for images: leave it out."
+            )
         return tokens
 
     def _encode(self, text: str) -> list[int]:

@@ -119,7 +119,9 @@ def check_version(described: Mapping[str, Any], label: str) -> None:
     if older or described.get("type") == "groot" or (version and not plain.endswith(("n17", "n1d7"))):
         what = "N1.5" if older else f"of the version {version!r}"
         if described.get("type") == "groot":
-            raise ConfigError(f"{label} is a fine-tuned policy, not a base model: load it with --policy.path.")
+            raise ConfigError(
+                f"{label} is a fine-tuned policy, not a base model: load it with --policy.path."
+            )
         raise ConfigError(f"{label} is a GR00T {what}. {N1_5}")
 
 

@@ -93,7 +93,9 @@ def filter_table(old: int, new: int, like_torch: bool = False) -> tuple[Tensor, 
 
 def most_bits(largest: float) -> int:
     """How many bits fractions may have, so that the largest weight fits into 16 bits."""
-    return next(bits for bits in range(BITS + 1) if bits == BITS or _fixed(largest, bits + 1) >= 1 << TORCH_BITS)
+    return next(
+        bits for bits in range(BITS + 1) if bits == BITS or _fixed(largest, bits + 1) >= 1 << TORCH_BITS
+    )
 
 
 def _bicubic(distance: float) -> float:

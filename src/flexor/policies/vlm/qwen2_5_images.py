@@ -46,15 +46,15 @@ class ImageGrid(NamedTuple):
         return self.rows * PATCH, self.columns * PATCH
 
 
-def choose_grid(
-    height: int, width: int, min_pixels: int, max_pixels: int, factor: int = FACTOR
-) -> ImageGrid:
+def choose_grid(height: int, width: int, min_pixels: int, max_pixels: int, factor: int = FACTOR) -> ImageGrid:
     """The grid of a camera's images: about their shape, in whole tokens, with a number of pixels within the limits.
 
     `factor`: height and width of a token in pixels.
     """
     if max(height, width) > MAX_ASPECT_RATIO * min(height, width):
-        raise ConfigError(f"Images of {height} x {width} pixels are too long for Qwen's vision-language models.")
+        raise ConfigError(
+            f"Images of {height} x {width} pixels are too long for Qwen's vision-language models."
+        )
     rows, columns = round(height / factor), round(width / factor)
     if rows * columns * factor**2 > max_pixels:
         shrink = math.sqrt(height * width / max_pixels) * factor

@@ -51,7 +51,9 @@ def read_qwen3_size(config: Mapping[str, Any], source: str) -> Qwen3VLSize:
             raise ValueError(f"its model_type is {config['model_type']!r}, not 'qwen3_vl'")
         patch = vision.get("patch_size"), vision.get("spatial_merge_size"), vision.get("temporal_patch_size")
         if patch != (16, 2, 2):
-            raise ValueError(f"patch_size, spatial_merge_size, temporal_patch_size are {patch}, not (16, 2, 2)")
+            raise ValueError(
+                f"patch_size, spatial_merge_size, temporal_patch_size are {patch}, not (16, 2, 2)"
+            )
         size = Qwen3VLSize(
             Qwen3VisionSize(
                 width=vision["hidden_size"],
