@@ -288,7 +288,7 @@ def policy_on(config: TrainConfig, device: torch.device = META) -> Policy:
     if stores_frozen_in_bf16(config, device):
         policy = _without_memory(config)
         store_frozen_in_bf16(policy, keep_float32=True, host="meta")
-        return policy
+        return policy.to(device) if device == META else policy  # tables that are computed on the host
     if device == META:
         policy = _without_memory(config)
     else:
