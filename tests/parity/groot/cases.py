@@ -18,8 +18,8 @@ TINY: dict[str, Any] = {
     "base_model_path": f"{FOLDER}/tiny-groot",
     "chunk_size": 8,
     "n_action_steps": 4,
-    "max_state_dim": 6,
-    "max_action_dim": 5,
+    "max_state_dim": 8,
+    "max_action_dim": 7,
     "use_bf16": False,
 }
 OURS = {"processor_name": f"{FOLDER}/{BACKBONE}"}
