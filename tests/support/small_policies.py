@@ -115,5 +115,8 @@ def small_flags(name: str, folder: Path) -> list[str]:
         flags += [f"--policy.vlm_base={make_qwen(folder / 'tiny-qwen')}"]
     if name == "groot":
         make_bases(folder)
-        flags += [f"--policy.base_model_path={folder / 'tiny-groot'}", f"--policy.processor_name={folder / BACKBONE}"]
+        flags += [
+            f"--policy.base_model_path={folder / 'tiny-groot'}",
+            f"--policy.processor_name={folder / BACKBONE}",
+        ]
     return flags

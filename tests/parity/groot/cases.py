@@ -6,7 +6,7 @@ import numpy as np
 import torch
 
 from parity.fill import fill
-from parity.groot.files import BACKBONE
+from parity.groot.files import BACKBONE, TAG
 from parity.groot.files import make_files as make_bases
 from parity.inputs import BATCH, STATE, actions, camera, observation
 from parity.kinds import FOLDER
@@ -34,6 +34,14 @@ def case(inputs: dict, **settings: object) -> dict:
     }
 
 
+def raw(base: str, **settings: object) -> dict:
+    """From NVIDIA's files: cameras in another order, one of them left out."""
+    robot = STATE | camera("image2", 33, 70) | camera("above", 33, 70) | camera("left", 33, 70)
+    files = {"base_model_path": f"{FOLDER}/{base}", "embodiment_tag": TAG}
+    ours = {**OURS, "random_crop": False}  # only LeRobot's runs crop at random, which here there are none of
+    return {**case(robot, **{**files, **settings}), "ours": ours, "predicts_chunks": True}
+
+
 ONE_CAMERA = STATE | camera("top")
 THREE_CAMERAS = STATE | camera("wrist", 33, 70) | camera("above", 33, 70) | camera("left", 33, 70)
 NOTHING_TUNED = dict.fromkeys(("tune_projector", "tune_diffusion_model", "tune_vlln"), False)
@@ -50,6 +58,9 @@ CASES = {
     "more_steps": case(ONE_CAMERA, num_inference_timesteps=7),
     "another_robot": case(ONE_CAMERA, embodiment_tag="simpler_env_google"),
     "unknown_robot": case(ONE_CAMERA, embodiment_tag="libero_sim"),
+    "raw": raw("raw-groot"),
+    "raw_without_statistics": raw("raw-groot", embodiment_tag="new_embodiment"),
+    "relative": {**raw("relative-groot"), "acts": False},  # LeRobot predicts only whole chunks
     "plain": case(THREE_CAMERAS, base_model_path=f"{FOLDER}/plain-groot", tune_llm=True),
 }
 make_files = make_bases

@@ -6,7 +6,7 @@ from pathlib import Path
 import torch
 from safetensors.torch import save_file
 
-from parity.fill import weight
+from parity.fill import uniform, weight
 
 BACKBONE = "tiny-qwen3"
 SPECIAL = [
@@ -105,8 +105,58 @@ TEMPLATE = (
 
 def make_files(folder: Path) -> None:
     make_backbone(folder / BACKBONE)
-    for name, head in {"tiny-groot": HEAD, "plain-groot": PLAIN}.items():
+    bases = {"tiny-groot": HEAD, "plain-groot": PLAIN, "raw-groot": HEAD, "relative-groot": HEAD}
+    for name, head in bases.items():
         make_base(folder / name, head, folder / BACKBONE)
+    make_raw(folder / "raw-groot", relative=False)
+    make_raw(folder / "relative-groot", relative=True)
+
+
+GROUPS = {"joints": slice(0, 2), "gripper": slice(2, 3)}
+STATES = {"joints": slice(0, 2), "gripper": slice(2, 3), "more": slice(3, 4)}
+TAG = "simpler_env_google"
+
+
+def make_raw(folder: Path, relative: bool) -> None:
+    """The files beside NVIDIA's weights."""
+    names = ("min", "max", "mean", "std", "q01", "q99")
+    shift = {"min": -2.0, "max": 2.0, "mean": 0.0, "std": 1.0, "q01": -1.5, "q99": 1.6}
+
+    def statistics(modality: str, groups: dict, steps: int = 0) -> dict:
+        out: dict = {}
+        for key, place in groups.items():
+            shape = (steps, place.stop - place.start) if steps else (place.stop - place.start,)
+            for name in names:
+                noise = uniform(f"{modality}/{key}/{name}", shape, -0.3, 0.3)
+                out.setdefault(key, {})[name] = (noise + shift[name]).tolist()
+        return out
+
+    stats = {"state": statistics("state", STATES), "action": statistics("action", GROUPS)}
+    if relative:
+        stats["relative_action"] = statistics("relative", {"joints": GROUPS["joints"]}, steps=8)
+    reps = ["RELATIVE" if relative else "ABSOLUTE", "ABSOLUTE"]
+    configs = [{"rep": rep, "type": "NON_EEF", "format": "DEFAULT", "state_key": None} for rep in reps]
+    modalities = {
+        "video": {"delta_indices": [0], "modality_keys": ["left", "wrist_image"]},
+        "state": {"delta_indices": [0], "modality_keys": [*STATES]},
+        "action": {"delta_indices": [*range(8)], "modality_keys": [*GROUPS], "action_configs": configs},
+    }
+    kwargs = {
+        "modality_configs": {TAG: modalities},
+        "use_percentiles": not relative,
+        "use_relative_action": relative,
+        "max_action_horizon": 10,
+        "formalize_language": not relative,
+        "image_target_size": [256, 256],
+        "image_crop_size": [244, 244],
+        "shortest_image_edge": 256,
+        "crop_fraction": 0.95,
+        "use_albumentations": True,
+        "letter_box_transform": relative,
+    }
+    write(folder / "processor_config.json", {"processor_kwargs": kwargs})
+    write(folder / "statistics.json", {TAG: stats})
+    write(folder / "embodiment_id.json", {TAG: 3, "new_embodiment": 7})
 
 
 def make_base(folder: Path, head: dict, backbone: Path) -> None:

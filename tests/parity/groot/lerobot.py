@@ -13,9 +13,9 @@ import torch
 
 from parity import lerobot_side
 from parity.fill import Draws
-from parity.groot.cases import pixels, prompts
+from parity.groot.cases import fill_policy, pixels, prompts
 from parity.groot.files import BACKBONE
-from parity.inputs import BATCH
+from parity.inputs import BATCH, TASKS, observation
 from parity.records import values
 
 GROOT = "lerobot.policies.groot"
@@ -45,7 +45,19 @@ def prepare_input(model: Any, inputs: dict) -> tuple[Any, Any]:
 
 def measure(case: dict) -> dict:
     with prepared(case["folder"]):
-        return lerobot_side.measure_policy("groot", case)
+        record = lerobot_side.measure_policy("groot", case)
+        if case.get("predicts_chunks"):
+            record["chunk"] = chunk(lerobot_side.make_policy("groot", case), case)
+    return record
+
+
+def chunk(made: Any, case: dict) -> list:
+    """A whole chunk for one observation, decoded."""
+    fill_policy(made.policy)
+    observed = lerobot_side.tensors(observation(case["robot"], "chunk"))
+    with acting(made.policy, "chunk"):
+        predicted = made.policy.predict_action_chunk(made.before({**observed, "task": TASKS}))
+    return values(made.after(predicted))
 
 
 @contextmanager

@@ -18,15 +18,18 @@ from flexor.core.paths import inside
 from flexor.policies.base import MOST_DROPOUT
 from flexor.policies.cross_embodiment import CrossEmbodimentConfig, Features
 from flexor.policies.features import Kind, Normalization
-from flexor.policies.groot.images import MAX_PIXELS, MIN_PIXELS, TOKEN, ImageGeometry
+from flexor.policies.groot.images import ImageSettings
+from flexor.policies.groot.modalities import Modalities
 from flexor.policies.groot.network import TunedParts
 from flexor.policies.groot.processing import (
     EMBODIMENTS,
+    DecodeActions,
     EncodePrompt,
     PackInputs,
     UnpackActions,
     as_statistics,
 )
+from flexor.policies.groot.sidecars import settings_of_base, settings_of_steps
 from flexor.policies.groot.size import BACKBONE, BASE_MODEL, N1_5, GrootSize, describe_base, read_size
 from flexor.policies.hf_transformers import resolve_builtin
 from flexor.policies.lerobot_settings import LerobotSetting
@@ -35,6 +38,7 @@ from flexor.policies.processing.pipeline import ProcessingStep, Stats
 from flexor.policies.vlm.qwen2_5_images import ImageGrid
 
 NATIVE_HORIZON = 40
+LIBERO, LIBERO_STEPS = "libero_sim", 8
 BASE_CONFIG = "base_model_config.json"  # in a checkpoint: the base model's config.json
 OLD_DEFAULTS = {
     "max_state_dim": (64, 132),
@@ -52,7 +56,7 @@ UNUSED = (
 
 
 @dataclass
-class GrootConfig(AdamSettings, CrossEmbodimentConfig):
+class GrootConfig(AdamSettings, ImageSettings, CrossEmbodimentConfig):
     """Defaults are LeRobot's."""
 
     type: ClassVar[str] = "groot"
@@ -63,8 +67,15 @@ class GrootConfig(AdamSettings, CrossEmbodimentConfig):
         {
             *("base_config", "load_base_model", "processor_name", "rtc_config", "embodiment_ids"),
             *("video_modality_keys", "use_percentiles", "clip_outliers", "state_dropout_prob"),
-            *("image_target_size", "image_crop_size", "shortest_image_edge", "crop_fraction"),
-            *("letter_box_transform", "image_min_pixels", "image_max_pixels", "formalize_language"),
+            *("image_target_size", "image_crop_size", "random_crop", "shortest_image_edge", "crop_fraction"),
+            *(
+                "letter_box_transform",
+                "use_albumentations",
+                "modalities",
+                "image_min_pixels",
+                "image_max_pixels",
+                "formalize_language",
+            ),
         }
     )
     only_in_lerobot: ClassVar[Mapping[str, LerobotSetting]] = {
@@ -128,22 +139,10 @@ class GrootConfig(AdamSettings, CrossEmbodimentConfig):
     """Share of samples whose state is hidden in training; default: that of the base model, 0.2."""
     formalize_language: bool = True
     """Read tasks in small letters, without punctuation."""
+    modalities: dict[str, Any] | None = None
+    """How the base model scales the states and actions of policy.embodiment_tag: read from its folder."""
     video_modality_keys: list[str] | None = None
     """The cameras in their order, without observation.images.; default: by name."""
-    image_target_size: tuple[int, int] = (256, 256)
-    """Height and width that images are resized to. A token has 32 x 32 pixels."""
-    image_crop_size: tuple[int, int] | None = (230, 230)
-    """Of this height and width is the middle of an image that is kept, before it is enlarged again."""
-    shortest_image_edge: int | None = None
-    """Height and width before the crop; default: those of policy.image_target_size."""
-    crop_fraction: float | None = None
-    """The share of rows and columns that is kept, instead of policy.image_crop_size."""
-    letter_box_transform: bool = False
-    """Make images square with black bars first."""
-    image_min_pixels: int = MIN_PIXELS
-    """Smaller images are enlarged to this number of pixels."""
-    image_max_pixels: int = MAX_PIXELS
-    """Larger images are reduced to this number of pixels."""
     optimizer_betas: tuple[float, float] = (0.9, 0.999)
     optimizer_weight_decay: float = 1e-5
     warmup_ratio: float = 0.05
@@ -168,13 +167,9 @@ class GrootConfig(AdamSettings, CrossEmbodimentConfig):
         super().validate()
         self.require(0, "tune_top_llm_layers", "warmup_ratio", "max_steps")
         self.require(1, "num_inference_timesteps")
-        self.require(1e-6, "rtc_ramp_rate", "crop_fraction")
+        self.require(1e-6, "rtc_ramp_rate")
         self.require(0, "state_dropout_prob", high=MOST_DROPOUT)
-        self.require(TOKEN**2, "image_min_pixels", "image_max_pixels")
-        if min(self.image_target_size) < 1:
-            raise ConfigError(
-                f"policy.image_target_size={list(self.image_target_size)} must be at least 1 by 1."
-            )
+        self.check_geometry()
         if self.action_decode_transform not in (None, "", "none", "auto", "libero"):
             raise ConfigError(
                 f"policy.action_decode_transform={self.action_decode_transform!r} is not known: use auto, none or "
@@ -193,7 +188,9 @@ class GrootConfig(AdamSettings, CrossEmbodimentConfig):
                 raise ConfigError(
                     f"policy.{name}={getattr(self, name)}, but the base model has {expected}: set it to that."
                 )
-        if len(self.action_deltas) > size.horizon:
+        if max(len(self.action_deltas), self.training_horizon) > (size.positions or size.horizon) or (
+            len(self.action_deltas) > size.horizon
+        ):
             raise ConfigError(
                 f"policy.chunk_size={self.chunk_size} is more than the base model's action_horizon={size.horizon}: "
                 "set it to that."
@@ -255,16 +252,18 @@ class GrootConfig(AdamSettings, CrossEmbodimentConfig):
     @property
     def decode_transform(self) -> str | None:
         if self.action_decode_transform == "auto":
-            return "libero" if self.embodiment_tag == "libero_sim" else None
+            return "libero" if self.embodiment_tag == LIBERO else None
         return None if self.action_decode_transform in (None, "", "none") else self.action_decode_transform
 
     @property
     def action_deltas(self) -> list[int]:
-        return list(range(min(self.chunk_size, NATIVE_HORIZON)))
+        return list(range(min(self.chunk_size, self.tag_horizon or NATIVE_HORIZON)))
 
     @property
     def action_steps(self) -> int:
-        return min(self.n_action_steps, len(self.action_deltas))
+        """NVIDIA executes half of LIBERO's chunks."""
+        most = LIBERO_STEPS if self.tag_horizon and self.embodiment_tag == LIBERO else NATIVE_HORIZON
+        return min(self.n_action_steps, len(self.action_deltas), most)
 
     @property
     def drop_last_frames(self) -> int:
@@ -281,17 +280,6 @@ class GrootConfig(AdamSettings, CrossEmbodimentConfig):
     def image_sizes(self) -> list[tuple[int, int]]:
         """Height and width of each camera's images."""
         return [(feature.shape[1], feature.shape[2]) for feature in self.images.values()]
-
-    @property
-    def geometry(self) -> ImageGeometry:
-        crop = self.crop_fraction
-        if crop is None and self.image_crop_size is not None:
-            crop = self.image_crop_size[0] / self.image_target_size[0]
-        edge, letter_box = self.shortest_image_edge, self.letter_box_transform
-        limits = self.image_min_pixels, self.image_max_pixels
-        return ImageGeometry(
-            (self.image_target_size[0], self.image_target_size[1]), crop, edge, letter_box, *limits
-        )
 
     @property
     def grids(self) -> list[ImageGrid]:
@@ -318,39 +306,71 @@ class GrootConfig(AdamSettings, CrossEmbodimentConfig):
 
     def steps_before(self, stats: Stats) -> list[ProcessingStep]:
         rename, to_batch, to_device, _ = super().steps_before(stats)
-        horizon = min(self.chunk_size, NATIVE_HORIZON)
+        groups, more = self.groups, self.modalities or {}
         pack = PackInputs(
-            action_horizon=horizon,
-            valid_action_horizon=horizon,
+            action_horizon=self.training_horizon,
+            valid_action_horizon=min(self.tag_horizon or NATIVE_HORIZON, self.training_horizon),
             max_state_dim=self.max_state_dim,
             max_action_dim=self.max_action_dim,
             formalize_language=self.formalize_language,
             embodiment_tag=self.embodiment_tag,
             embodiment_mapping=dict(self.embodiments),
+            state_dropout_prob=more.get("state_dropout_prob") or 0.0,
             clip_outliers=self.clip_outliers,
+            use_percentiles=bool(more.get("use_percentiles")),
             video_modality_keys=self.video_modality_keys,
-            stats=self.scaled_by(stats),
+            raw_stats=more.get("raw_stats"),
+            modality_config=more.get("modality_config"),
+            stats=self.scaled_by(stats) if groups is None else groups.flat_statistics(),
         )
-        crop = None if self.image_crop_size is None else list(self.image_crop_size)
         encode = EncodePrompt(
             self.processor_name or BACKBONE,
-            image_crop_size=crop,
+            image_crop_size=None if self.image_crop_size is None else list(self.image_crop_size),
             image_target_size=list(self.image_target_size),
             shortest_image_edge=self.shortest_image_edge,
             crop_fraction=self.crop_fraction,
+            use_albumentations=self.use_albumentations,
             letter_box_transform=self.letter_box_transform,
         )
         return [rename, to_batch, pack, self.adapted(encode), to_device]
 
     def steps_after(self, stats: Stats) -> list[ProcessingStep]:
         to_device = super().steps_after(stats)[-1]
+        width, more = self.action.shape[0], self.modalities or {}
+        if self.groups is not None:
+            names = ("raw_stats", "modality_config", "use_percentiles", "use_relative_action")
+            settings = {name: more[name] for name in names}
+            return [
+                DecodeActions(width, action_decode_transform=self.decode_transform, **settings),
+                to_device,
+            ]
         unpack = UnpackActions(
-            env_action_dim=self.action.shape[0],
+            env_action_dim=width,
             clip_normalized_action=True,
             libero_gripper_action=self.decode_transform == "libero",
             stats=self.scaled_by(stats),
         )
         return [unpack, to_device]
+
+    @property
+    def groups(self) -> Modalities | None:
+        """How the base model scales states and actions; None: it has no statistics of this robot."""
+        if not self.modalities:
+            return None
+        names = ("raw_stats", "modality_config", "use_percentiles")
+        groups = Modalities(*(self.modalities[name] for name in names))
+        return groups if groups.states or groups.actions else None
+
+    @property
+    def tag_horizon(self) -> int | None:
+        """Actions of a chunk that mean something for this embodiment."""
+        config = (self.modalities or {}).get("modality_config") or {}
+        return len((config.get("action") or {}).get("delta_indices") or []) or None
+
+    @property
+    def training_horizon(self) -> int:
+        """Actions in training: those after a chunk are zeros that are not learned."""
+        return (self.modalities or {}).get("max_action_horizon") or min(self.chunk_size, NATIVE_HORIZON)
 
     def scaled_by(self, stats: Stats) -> dict[str, dict[str, Any]]:
         """The statistics that states and actions are scaled by, as `min` and `max`."""
@@ -387,23 +407,22 @@ class GrootConfig(AdamSettings, CrossEmbodimentConfig):
     def with_saved_steps(self, steps: Sequence[Mapping[str, Any]]) -> Self:
         """How images are cropped, and what embodiments there are, is in a checkpoint's processing."""
         configs = {step.get("registry_name"): step.get("config") or {} for step in steps}
-        pack, encode = configs.get(PackInputs.name, {}), configs.get(EncodePrompt.name, {})
-        saved: dict[str, Any] = {
-            "embodiment_ids": pack.get("embodiment_mapping"),
-            "processor_name": encode.get("model_name"),
-        }
-        saved |= {
-            name: pack[name]
-            for name in ("clip_outliers", "formalize_language", "video_modality_keys")
-            if name in pack
-        }
-        names = ("image_crop_size", "shortest_image_edge", "crop_fraction", "letter_box_transform")
-        saved |= {name: encode[name] for name in names if name in encode}
-        if encode.get("image_target_size"):
-            saved["image_target_size"] = encode["image_target_size"]
-        sizes = {name: tuple(saved[name]) for name in saved if name.endswith("_size") and saved[name]}
-        unset = {name: v for name, v in {**saved, **sizes}.items() if getattr(self, name) == _default(name)}
-        return replace(self, **unset)
+        names = (PackInputs.name, EncodePrompt.name, DecodeActions.name)
+        return self._completed(settings_of_steps(*(configs.get(name, {}) for name in names)))
+
+    def with_base_processing(self) -> Self:
+        """With the settings in the base model's folder, if it is one, unless a checkpoint had them."""
+        folder = Path(resolve_builtin(self.base_name))
+        if self.embodiment_ids is not None or not folder.is_dir():
+            return self
+        return self._completed(settings_of_base(folder, self.embodiment_tag))
+
+    def _completed(self, settings: Mapping[str, Any]) -> Self:
+        """With these settings where nothing else was said."""
+        return replace(self, **{n: v for n, v in settings.items() if getattr(self, n) == _default(n)})
+
+    def fitted(self, inputs: Features, outputs: Features) -> Self:
+        return super(GrootConfig, self.with_base_processing()).fitted(inputs, outputs)
 
     def optimizer_preset(self) -> dict[str, Any]:
         return super().optimizer_preset() | {"grad_clip_norm": 1.0}

@@ -59,9 +59,11 @@ class Groot(Policy):
     def loss(self, batch: Batch, noise: NoiseSource) -> Loss:
         is_pad, size = action_padding(batch), self._groot_model.size
         actions = padded(batch[ACTION], size.action) * ~is_pad[..., None]
+        steps = actions.shape[1]
+        actions = F.pad(actions, (0, 0, 0, max(0, self.config.training_horizon - steps)))
         context = self._read(batch, noise)
         error = self.flow.error(partial(self._velocity, context=context), actions, noise)
-        error = without_padding(error[..., : batch[ACTION].shape[-1]], batch)
+        error = without_padding(error[:, :steps, : batch[ACTION].shape[-1]], batch)
         return Loss(mean_over_valid(error, is_pad, batch), {})
 
     def _velocity(self, noisy_actions: Tensor, time: Tensor, context: ObservationContext) -> Tensor:
@@ -100,7 +102,7 @@ class Groot(Policy):
         """`noise`: to hide states, in training."""
         network = self._groot_model
         embodiment = batch[EMBODIMENT][:1]
-        hidden = network.vlm.hidden(batch[PROMPT], batch[PROMPT_MASK], self._image_features(batch))
+        hidden = network.vlm.hidden(batch[PROMPT], batch[PROMPT_MASK], self._image_features(batch, noise))
         vector = padded(batch[STATE], network.size.state)[:, None]
         state = network.action_head.state_encoder(vector, embodiment)
         if noise is not None and self.training and self.state_dropout > 0:
@@ -108,12 +110,16 @@ class Groot(Policy):
             state = state * is_visible.to(state)[:, None, None]
         return network.context(hidden, batch[PROMPT], batch[PROMPT_MASK], state, embodiment)
 
-    def _image_features(self, batch: Batch) -> Tensor:
+    def _image_features(self, batch: Batch, noise: NoiseSource | None) -> Tensor:
         """Of all cameras, [B, N, feature_width]."""
         names = [f"{IMAGE_FEATURES}{camera}" for camera in self.config.images]
         if names[0] in batch:
             return torch.cat([batch[name] for name in names], 1)
-        patches = [prepare(image) for prepare, image in zip(self.prepare_images, self._images(batch))]
+        position = None
+        if noise is not None and self.training and self.config.crops_randomly:  # all views of a sample alike
+            position = noise.uniform("crop", (len(batch[STATE]), 2)).to(batch[STATE])
+        images = zip(self.prepare_images, self._images(batch))
+        patches = [prepare(image, position) for prepare, image in images]
         return self._groot_model.vlm.model.visual(patches)
 
     def _images(self, batch: Batch) -> list[Tensor]:
@@ -132,7 +138,10 @@ class Groot(Policy):
         return [batch[camera] for camera in config.images]
 
     def image_encoder(self) -> ImageEncoder:
-        return ImageEncoder(self._groot_model.vlm.image_encoder(), {"geometry": str(self.config.geometry)})
+        config = self.config
+        return ImageEncoder(
+            self._groot_model.vlm.image_encoder(), {"geometry": str(config.geometry)}, config.crops_randomly
+        )
 
     def encode_images(self, images: Tensor, camera: str) -> Tensor:
         number = list(self.config.images).index(camera)
