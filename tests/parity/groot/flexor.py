@@ -21,8 +21,7 @@ from parity.records import values
 
 def measure(case: dict) -> dict:
     with patch("flexor.policies.nn.flow.beta", lambda noise, name, *_: noise.uniform(name, (BATCH,))):
-        record = measure_with_base(case)
-    return record
+        return measure_with_base(case)
 
 
 @contextmanager

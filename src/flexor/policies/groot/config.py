@@ -19,6 +19,7 @@ from flexor.policies.base import MOST_DROPOUT
 from flexor.policies.cross_embodiment import CrossEmbodimentConfig, Features
 from flexor.policies.features import Kind, Normalization
 from flexor.policies.groot.images import ImageSettings
+from flexor.policies.groot.lerobot_names import OLD_DEFAULTS, ONLY_IN_LEROBOT, UNKNOWN_TO_LEROBOT
 from flexor.policies.groot.modalities import Modalities
 from flexor.policies.groot.network import TunedParts
 from flexor.policies.groot.processing import (
@@ -29,59 +30,32 @@ from flexor.policies.groot.processing import (
     UnpackActions,
     as_statistics,
 )
+from flexor.policies.groot.relative import groups_of_dataset
 from flexor.policies.groot.sidecars import settings_of_base, settings_of_steps
-from flexor.policies.groot.size import BACKBONE, BASE_MODEL, N1_5, GrootSize, describe_base, read_size
+from flexor.policies.groot.size import BACKBONE, BASE_MODEL, GrootSize, describe_base, read_size
 from flexor.policies.hf_transformers import resolve_builtin
 from flexor.policies.lerobot_settings import LerobotSetting
 from flexor.policies.nn.adam import AdamSettings
 from flexor.policies.processing.pipeline import ProcessingStep, Stats
+from flexor.policies.processing.relative_actions import BY_STEP, RelativeActionSettings
 from flexor.policies.vlm.qwen2_5_images import ImageGrid
 
 NATIVE_HORIZON = 40
 LIBERO, LIBERO_STEPS = "libero_sim", 8
 BASE_CONFIG = "base_model_config.json"  # in a checkpoint: the base model's config.json
-OLD_DEFAULTS = {
-    "max_state_dim": (64, 132),
-    "max_action_dim": (32, 132),
-    "chunk_size": (50, 40),
-    "n_action_steps": (50, 40),
-}
-"""Defaults of GR00T N1.5, and those of N1.7: LeRobot replaces the ones by the others."""
-UNUSED = (
-    *("image_size", "lora_rank", "lora_alpha", "lora_dropout", "lora_full_model", "video_backend"),
-    *("balance_dataset_weights", "balance_trajectory_weights", "dataset_paths", "output_dir", "save_steps"),
-    *("batch_size", "dataloader_num_workers", "report_to", "resume"),
-)
-"""Settings that have no effect in LeRobot either."""
 
 
 @dataclass
-class GrootConfig(AdamSettings, ImageSettings, CrossEmbodimentConfig):
+class GrootConfig(AdamSettings, ImageSettings, RelativeActionSettings, CrossEmbodimentConfig):
     """Defaults are LeRobot's."""
 
     type: ClassVar[str] = "groot"
     optimizer_type: ClassVar[str] = "adamw"
     trains_in_bf16: ClassVar[bool] = True
+    relative_by_step: ClassVar[bool] = True
     ignores_unknown_settings: ClassVar[bool] = True
-    unknown_to_lerobot: ClassVar[frozenset[str]] = frozenset(
-        {
-            *("base_config", "load_base_model", "processor_name", "rtc_config", "embodiment_ids"),
-            *("video_modality_keys", "use_percentiles", "clip_outliers", "state_dropout_prob"),
-            *("image_target_size", "image_crop_size", "random_crop", "shortest_image_edge", "crop_fraction"),
-            *(
-                "letter_box_transform",
-                "use_albumentations",
-                "modalities",
-                "image_min_pixels",
-                "image_max_pixels",
-                "formalize_language",
-            ),
-        }
-    )
-    only_in_lerobot: ClassVar[Mapping[str, LerobotSetting]] = {
-        **dict.fromkeys(UNUSED, LerobotSetting()),
-        "tokenizer_assets_repo": LerobotSetting(f"it is of GR00T N1.5. {N1_5}"[:-1], (None,)),
-    }
+    unknown_to_lerobot: ClassVar[frozenset[str]] = UNKNOWN_TO_LEROBOT
+    only_in_lerobot: ClassVar[Mapping[str, LerobotSetting]] = ONLY_IN_LEROBOT
 
     chunk_size: int = 40
     n_action_steps: int = 40
@@ -126,8 +100,6 @@ class GrootConfig(AdamSettings, ImageSettings, CrossEmbodimentConfig):
     """Settings of real-time chunking: {execution_horizon: 10}, the actions of the last chunk that guide the new one."""
     use_flash_attention: bool = False
     """No effect: attention is computed by torch's fused kernels."""
-    use_relative_actions: bool = False
-    """Learn actions relative to the state at the beginning of a chunk, with statistics for each step of it."""
     relative_exclude_joints: list[str] = field(default_factory=list)
     """With relative actions: those whose name contains one of these words stay absolute."""
     use_percentiles: bool = False
@@ -306,7 +278,7 @@ class GrootConfig(AdamSettings, ImageSettings, CrossEmbodimentConfig):
 
     def steps_before(self, stats: Stats) -> list[ProcessingStep]:
         rename, to_batch, to_device, _ = super().steps_before(stats)
-        groups, more = self.groups, self.modalities or {}
+        groups, more = self.groups_of(stats)
         pack = PackInputs(
             action_horizon=self.training_horizon,
             valid_action_horizon=min(self.tag_horizon or NATIVE_HORIZON, self.training_horizon),
@@ -336,8 +308,9 @@ class GrootConfig(AdamSettings, ImageSettings, CrossEmbodimentConfig):
 
     def steps_after(self, stats: Stats) -> list[ProcessingStep]:
         to_device = super().steps_after(stats)[-1]
-        width, more = self.action.shape[0], self.modalities or {}
-        if self.groups is not None:
+        width = self.action.shape[0]
+        groups, more = self.groups_of(stats)
+        if groups is not None:
             names = ("raw_stats", "modality_config", "use_percentiles", "use_relative_action")
             settings = {name: more[name] for name in names}
             return [
@@ -352,14 +325,26 @@ class GrootConfig(AdamSettings, ImageSettings, CrossEmbodimentConfig):
         )
         return [unpack, to_device]
 
-    @property
-    def groups(self) -> Modalities | None:
-        """How the base model scales states and actions; None: it has no statistics of this robot."""
-        if not self.modalities:
-            return None
+    def groups_of(self, stats: Stats) -> tuple[Modalities | None, Mapping[str, Any]]:
+        """How states and actions are scaled, and as a checkpoint has it; None: by the range of the dataset.
+
+        By the base model's statistics, if it has some of this robot, or by those of relative actions.
+        """
+        more = self.modalities or {}
         names = ("raw_stats", "modality_config", "use_percentiles")
-        groups = Modalities(*(self.modalities[name] for name in names))
-        return groups if groups.states or groups.actions else None
+        groups = Modalities(*(more[name] for name in names)) if more else None
+        if groups is not None and (groups.states or groups.actions):
+            if self.use_relative_actions and not more["use_relative_action"]:
+                raise ConfigError(
+                    "policy.use_relative_actions=true, but the base model has statistics of absolute actions for "
+                    f"policy.embodiment_tag={self.embodiment_tag}: choose another tag, such as new_embodiment."
+                )
+            return groups, more
+        if self.use_relative_actions and BY_STEP in stats:
+            relative = self.relative_actions().relative(self.action.shape[0])
+            more = {**more, **groups_of_dataset(self.action_feature_names or [], relative, stats)}
+            return Modalities(*(more[name] for name in names)), more
+        return None, more
 
     @property
     def tag_horizon(self) -> int | None:
