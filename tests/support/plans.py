@@ -43,6 +43,18 @@ SMALL: dict[str, dict[str, Any]] = {
     "pi0_fast": small_pi.FAST_CONFIG,
     "xvla": {**small_xvla.TINY, "max_action_dim": 6},
     "eo1": {"vlm_base": "builtin/tiny-qwen", "image_min_pixels": 784, "image_max_pixels": 3136},
+    "groot": {
+        "base_model_path": "builtin/tiny-groot",
+        "processor_name": "builtin/tiny-qwen",
+        "load_base_model": False,
+        "image_target_size": (64, 64),
+        "image_crop_size": None,
+        "image_min_pixels": 4096,
+        "max_state_dim": 8,
+        "max_action_dim": 8,
+        "chunk_size": 8,
+        "n_action_steps": 8,
+    },
 }
 
 

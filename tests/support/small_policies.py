@@ -3,13 +3,15 @@
 from pathlib import Path
 
 from parity.eo1.qwen import make_qwen
+from parity.groot.files import BACKBONE
+from parity.groot.files import make_files as make_bases
 from parity.multi_task_dit.clips import make_clips
 from parity.pi0_fast.cases import make_files
 from parity.smolvla.vlms import make_vlms
 from support import small_pi, small_resnet, small_xvla
 from support.tokenizers import make_tokenizer
 
-WITH_CAMERAS = ("vqbet", "pi0", "pi05", "pi0_fast", "smolvla", "eo1", "xvla")  # do not work without
+WITH_CAMERAS = ("vqbet", "pi0", "pi05", "pi0_fast", "smolvla", "eo1", "xvla", "groot")  # do not work without
 
 TINY_ACT = [
     small_resnet.FLAG,
@@ -83,6 +85,15 @@ SMALL = {
         "image_max_pixels=3136",
     ],
     "xvla": small_xvla.SETTINGS,
+    "groot": [
+        "chunk_size=8",
+        "n_action_steps=4",
+        "max_state_dim=8",
+        "max_action_dim=7",
+        "image_target_size=[64,64]",
+        "image_crop_size=[60,60]",
+        "image_min_pixels=4096",
+    ],
 }
 
 
@@ -102,4 +113,10 @@ def small_flags(name: str, folder: Path) -> list[str]:
         flags += [f"--policy.vlm_model_name={folder / 'tiny-vlm'}"]
     if name == "eo1":
         flags += [f"--policy.vlm_base={make_qwen(folder / 'tiny-qwen')}"]
+    if name == "groot":
+        make_bases(folder)
+        flags += [
+            f"--policy.base_model_path={folder / 'tiny-groot'}",
+            f"--policy.processor_name={folder / BACKBONE}",
+        ]
     return flags

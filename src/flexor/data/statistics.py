@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -136,6 +136,44 @@ def relative_action_stats(
     Over all chunks of so many steps that end within their episode, as in LeRobot. If every episode is shorter, over
     chunks as long as the longest one.
     """
+    running = RunningStats()
+    for chunks in _relative_chunks(dataset, relative, chunk, progress, state_name):
+        running.update(chunks)
+    return running.result()
+
+
+def relative_action_stats_by_step(
+    dataset: Dataset,
+    relative: Sequence[bool],
+    chunk: int,
+    progress: Progress | None = None,
+    *,
+    state_name: str = STATE,
+) -> Stats:
+    """The same for each step of a chunk, [H, A] each."""
+    if chunk > (longest := int(dataset.episodes.length.max())):
+        raise DatasetError(
+            f"can't compute statistics of relative actions over {chunk} steps: the longest episode of "
+            f"{dataset.repo_id} has {longest}. Set a smaller policy.chunk_size."
+        )
+    parts = [*_relative_chunks(dataset, relative, chunk, progress, state_name)]
+    chunks = np.concatenate(parts)  # as large as the actions of the dataset, times the length of a chunk
+    quantiles = np.quantile(chunks, (0.01, 0.99), axis=0).astype(np.float32)
+    return {
+        "min": chunks.min(0),
+        "max": chunks.max(0),
+        "mean": chunks.mean(0, dtype=np.float64).astype(np.float32),
+        "std": chunks.std(0, dtype=np.float64).astype(np.float32),
+        "q01": quantiles[0],
+        "q99": quantiles[1],
+        "count": np.array([len(chunks)]),
+    }
+
+
+def _relative_chunks(
+    dataset: Dataset, relative: Sequence[bool], chunk: int, progress: Progress | None, state_name: str
+) -> Iterator[np.ndarray]:
+    """Chunks [n, chunk, A] of relative actions, many at once."""
     for name in (ACTION, state_name):
         if name not in dataset.columns:
             raise DatasetError(
@@ -147,15 +185,13 @@ def relative_action_stats(
     spans = zip(dataset.episodes.start, dataset.episodes.end - chunk + 1)
     starts = np.concatenate([np.arange(start, end) for start, end in spans])
     moving = np.flatnonzero(relative)
-    running = RunningStats()
     for first in range(0, len(starts), CHUNKS_AT_ONCE):
         some = starts[first : first + CHUNKS_AT_ONCE]
         chunks = actions[some[:, None] + np.arange(chunk)]  # [n, chunk, A]
         chunks[..., moving] -= states[some][:, None, moving]
-        running.update(chunks)
+        yield chunks
         if progress is not None:
             progress(min(first + CHUNKS_AT_ONCE, len(starts)), len(starts))
-    return running.result()
 
 
 def _episode_stats(dataset: Dataset, features: Sequence[str], start: int, length: int) -> dict[str, Stats]:

@@ -24,6 +24,7 @@ POLICIES = {
     "pi0_fast": "flexor.policies.pi0_fast.policy:Pi0Fast",
     "eo1": "flexor.policies.eo1.policy:EO1",
     "xvla": "flexor.policies.xvla.policy:XVLA",
+    "groot": "flexor.policies.groot.policy:Groot",
 }
 
 ONLY_IN_LEROBOT = (
@@ -31,7 +32,6 @@ ONLY_IN_LEROBOT = (
         "evo1",
         "fastwam",
         "gaussian_actor",
-        "groot",
         "lingbot_va",
         "molmoact2",
         "sac",

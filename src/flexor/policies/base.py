@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from math import inf
+from pathlib import Path
 from types import MappingProxyType
 from typing import Any, ClassVar, NamedTuple, Self
 
@@ -249,6 +250,14 @@ class PolicyConfig:
 
     def with_saved_steps(self, steps: Sequence[Mapping[str, Any]]) -> Self:
         """The settings of a checkpoint, completed by its processing before the policy: `registry_name` and `config`."""
+        return self
+
+    def checkpoint_files(self) -> Mapping[str, str]:
+        """Further files of a checkpoint, with their text: what LeRobot's config.json has no place for."""
+        return {}
+
+    def with_saved_files(self, folder: Path) -> Self:
+        """The settings of a checkpoint, completed by these files."""
         return self
 
     def adapted(self, step: ProcessingStep) -> ProcessingStep:

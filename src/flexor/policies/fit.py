@@ -17,12 +17,17 @@ from flexor.data.format.common_names import rename_flag, suggested_names
 from flexor.data.format.flat_names import flat_names
 from flexor.data.format.stats import QUANTILES
 from flexor.data.mixture.mixed import MixedDataset, without_padding
-from flexor.data.statistics import compute_stats, relative_action_stats, true_quantiles
+from flexor.data.statistics import (
+    compute_stats,
+    relative_action_stats,
+    relative_action_stats_by_step,
+    true_quantiles,
+)
 from flexor.policies.base import PolicyConfig
 from flexor.policies.features import Kind, PolicyFeature
 from flexor.policies.processing.normalize import required_statistics
 from flexor.policies.processing.pipeline import Stats
-from flexor.policies.processing.relative_actions import RelativeActionSettings
+from flexor.policies.processing.relative_actions import BY_STEP, RelativeActionSettings
 from flexor.policies.rename import in_dataset, rename_features, without_unnamed_cameras
 
 NONE_RENAMED: Mapping[str, str] = {}
@@ -110,8 +115,8 @@ def _check_padding(policy: PolicyConfig, dataset: Dataset) -> None:
         if name in dataset.schema.padded and not hasattr(policy, setting):
             raise ConfigError(
                 f"{name} has different lengths in the datasets ({dataset.schema.padded[name]}), and policy.type="
-                f"{policy.type} supports only one. Policies that pad them are pi0, pi05, pi0_fast, smolvla, eo1 "
-                "and xvla."
+                f"{policy.type} supports only one. Policies that pad them are pi0, pi05, pi0_fast, smolvla, eo1, "
+                "xvla and groot."
             )
     if dataset.schema.blank and not policy.reads_camera_masks:
         log.warning(
@@ -164,7 +169,10 @@ def statistics(
         stats[name] |= {key: np.array(value).reshape(3, 1, 1) for key, value in IMAGENET.items()}
     relative = isinstance(policy, RelativeActionSettings) and policy.use_relative_actions
     if relative:
-        stats[ACTION] = _relative_stats(dataset, policy, dataset_names.get(STATE, STATE))
+        by_step = isinstance(policy, RelativeActionSettings) and policy.relative_by_step
+        stats[BY_STEP if by_step else ACTION] = _relative_stats(
+            dataset, policy, dataset_names.get(STATE, STATE)
+        )
     for name in [name for name in features if _uses_quantiles(policy, features[name])]:
         if dataset_names[name] in dataset.columns and not (name == ACTION and relative):
             stats[name] |= true_quantiles(without_padding(dataset, dataset_names[name]))
@@ -198,6 +206,5 @@ def _relative_stats(dataset: Dataset, policy: PolicyConfig, state_name: str) -> 
     step.check(actions, state.shape[0] if state is not None else 0)
     chunk = len(policy.action_deltas)
     log.info("computing statistics of actions relative to the state, over chunks of %d steps", chunk)
-    return relative_action_stats(
-        dataset, step.relative(actions), chunk, progress("statistics"), state_name=state_name
-    )
+    compute = relative_action_stats_by_step if policy.relative_by_step else relative_action_stats
+    return compute(dataset, step.relative(actions), chunk, progress("statistics"), state_name=state_name)

@@ -137,7 +137,7 @@ class Pretrained:
         if not self.policy.continues_chunks:
             raise FlexorError(
                 f"policy.type={kind} can't continue a chunk that is being executed: only policies that denoise "
-                "chunks can (smolvla, pi0, pi05, eo1, xvla). Leave out `previous`."
+                "chunks can (smolvla, pi0, pi05, eo1, xvla, groot). Leave out `previous`."
             )
         if previous.ndim != 3 or not previous.shape[1] or previous.shape[2] != actions:
             raise FlexorError(
@@ -210,6 +210,7 @@ def read_config(path: str, overrides: dict[str, Any] | None = None) -> PolicyCon
     try:
         settings = _without_unknown_settings(folder, cls, settings)
         config = from_plain(cls, {**settings, **changes}, "policy")
+        config = config.with_saved_files(folder)
         check_sizes(config)
         if (file := folder / f"{PREPROCESSOR}.json").is_file():
             config = config.with_saved_steps(read_steps(file))
@@ -266,6 +267,8 @@ def save_pretrained(
     """Write the folder, without weights if they are None. The caller renames it into place."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / POLICY_CONFIG).write_text(json.dumps(as_lerobot(config), indent=4))
+    for name, text in config.checkpoint_files().items():
+        (folder / name).write_text(text)
     if weights is not None:
         save_weights(config.type, weights, folder / WEIGHTS)
     before.save(folder)

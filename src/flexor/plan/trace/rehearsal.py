@@ -297,7 +297,7 @@ def policy_on(config: TrainConfig, device: torch.device = META) -> Policy:
             quantize_base(policy, config.lora.base_bits, host="meta")
         if _stores_in_bf16(config, device):
             store_frozen_in_bf16(policy, keep_float32=True, host="meta")
-        return policy
+        return policy.to(device) if device == META else policy  # tables that are computed on the host
     if device == META:
         policy = _without_memory(config)
     else:

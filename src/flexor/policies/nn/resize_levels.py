@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 BITS = 22  # of the weights' fractions
+TORCH_BITS = 15  # of torch's weights, with their sign
 SHARPNESS = -0.5  # of the bicubic filter
 SUPPORT = 2.0  # pixels to either side that it reaches
 
@@ -22,12 +23,15 @@ SUPPORT = 2.0  # pixels to either side that it reaches
 class ResizeLevels(nn.Module):
     """Images [B, 3, H, W] in [0, 1] -> [B, 3, height, width] whose values are whole 255ths. Bicubic, antialiased."""
 
-    def __init__(self, size: tuple[int, int], resized: tuple[int, int]):
-        """Height and width of the images, before and after."""
+    def __init__(self, size: tuple[int, int], resized: tuple[int, int], like_torch: bool = False):
+        """Height and width of the images, before and after. `like_torch`: as torch resizes images of bytes on a CPU,
+        whose weights are rounded to 16 bits."""
         super().__init__()
         self.size = size
         axes = zip((-1, -2), reversed(size), reversed(resized))
-        self.passes = nn.ModuleList(ResizeAxis(axis, old, new) for axis, old, new in axes if old != new)
+        self.passes = nn.ModuleList(
+            ResizeAxis(axis, old, new, like_torch) for axis, old, new in axes if old != new
+        )
 
     def forward(self, images: Tensor) -> Tensor:
         levels = (images.float() * 255).round().clamp(0, 255)
@@ -45,26 +49,29 @@ class ResizeAxis(nn.Module):
     sources: Tensor
     weights: Tensor
 
-    def __init__(self, axis: int, old: int, new: int):
+    def __init__(self, axis: int, old: int, new: int, like_torch: bool = False):
         """`axis` counts from the end: -1 or -2."""
         super().__init__()
         self.across = axis == -1
-        sources, weights = filter_table(old, new)
+        sources, weights, self.bits = filter_table(old, new, like_torch)
         self.register_buffer("sources", sources, persistent=False)
         self.register_buffer("weights", weights[..., None], persistent=False)
 
     def forward(self, levels: Tensor) -> Tensor:
         rows = levels.mT.contiguous() if self.across else levels  # rows are copied faster than columns
         shape = (*rows.shape[:-2], self.weights.shape[1], rows.shape[-1])
-        total = rows.new_full(shape, 1 << (BITS - 1))  # rounds
+        total = rows.new_full(shape, 1 << (self.bits - 1))  # rounds
         for source, weight in zip(self.sources, self.weights, strict=True):
             total.addcmul_(rows.index_select(-2, source), weight)
-        resized = (total >> BITS).clamp_(0, 255)
+        resized = (total >> self.bits).clamp_(0, 255)
         return resized.mT.contiguous() if self.across else resized
 
 
-def filter_table(old: int, new: int) -> tuple[Tensor, Tensor]:
-    """For each of `new` pixels, which of `old` ones it is computed of, and their weights: int32 [taps, new] each."""
+def filter_table(old: int, new: int, like_torch: bool = False) -> tuple[Tensor, Tensor, int]:
+    """For each of `new` pixels, which of `old` ones it is computed of, and their weights: int32 [taps, new] each.
+
+    The last is the number of bits of the weights' fractions.
+    """
     scale = old / new
     spread = max(scale, 1.0)  # a smaller image is smoothed
     rows = []
@@ -74,13 +81,21 @@ def filter_table(old: int, new: int) -> tuple[Tensor, Tensor]:
         last = min(old, int(center + SUPPORT * spread + 0.5))
         weights = [_bicubic((source - center + 0.5) / spread) for source in range(first, last)]
         total = sum(weights)
-        rows.append([(first + n, _fixed(weight / total)) for n, weight in enumerate(weights)])
+        rows.append([(first + n, weight / total) for n, weight in enumerate(weights)])
+    largest = max(weight for row in rows for _, weight in row)
+    bits = most_bits(largest) if like_torch else BITS
     taps = max(map(len, rows))
-    table = torch.tensor(
-        [row + [(0, 0)] * (taps - len(row)) for row in rows], dtype=torch.int32, device="cpu"
+    fixed = [[(source, _fixed(weight, bits)) for source, weight in row] for row in rows]
+    padded = [row + [(0, 0)] * (taps - len(row)) for row in fixed]
+    sources, weights = torch.tensor(padded, dtype=torch.int32, device="cpu").permute(2, 1, 0)
+    return sources.contiguous(), weights.contiguous(), bits
+
+
+def most_bits(largest: float) -> int:
+    """How many bits fractions may have, so that the largest weight fits into 16 bits."""
+    return next(
+        bits for bits in range(BITS + 1) if bits == BITS or _fixed(largest, bits + 1) >= 1 << TORCH_BITS
     )
-    sources, weights = table.permute(2, 1, 0)
-    return sources.contiguous(), weights.contiguous()
 
 
 def _bicubic(distance: float) -> float:
@@ -90,5 +105,5 @@ def _bicubic(distance: float) -> float:
     return (((x - 5) * x + 8) * x - 4) * SHARPNESS if x < SUPPORT else 0.0
 
 
-def _fixed(weight: float) -> int:
-    return int(math.copysign(0.5, weight) + weight * (1 << BITS))
+def _fixed(weight: float, bits: int) -> int:
+    return int(math.copysign(0.5, weight) + weight * (1 << bits))

@@ -7,7 +7,7 @@ actions of a chunk are relative to the state at its beginning.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, ClassVar
 
 import torch.nn.functional as F
 from torch import Tensor
@@ -109,9 +109,16 @@ class AbsoluteActions(ProcessingStep):
         return {"enabled": self.enabled}
 
 
+BY_STEP = "relative_action"
+"""Statistics of relative actions for each step of a chunk, [H, A] each, beside those of absolute ones."""
+
+
 @dataclass
 class RelativeActionSettings:
     """The settings of a policy that can predict relative actions, under LeRobot's names."""
+
+    relative_by_step: ClassVar[bool] = False
+    """Whether they have statistics for each step of a chunk, as `BY_STEP`."""
 
     use_relative_actions: bool = False
     """Learn actions relative to the state at the beginning of a chunk. Their statistics are computed for it."""

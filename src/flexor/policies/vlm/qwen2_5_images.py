@@ -46,16 +46,21 @@ class ImageGrid(NamedTuple):
         return self.rows * PATCH, self.columns * PATCH
 
 
-def choose_grid(height: int, width: int, min_pixels: int, max_pixels: int) -> ImageGrid:
-    """The grid of a camera's images: about their shape, in whole tokens, with a number of pixels within the limits."""
+def choose_grid(height: int, width: int, min_pixels: int, max_pixels: int, factor: int = FACTOR) -> ImageGrid:
+    """The grid of a camera's images: about their shape, in whole tokens, with a number of pixels within the limits.
+
+    `factor`: height and width of a token in pixels.
+    """
     if max(height, width) > MAX_ASPECT_RATIO * min(height, width):
-        raise ConfigError(f"Images of {height} x {width} pixels are too long for Qwen2.5-VL.")
-    rows, columns = round(height / FACTOR), round(width / FACTOR)
-    if rows * columns * FACTOR**2 > max_pixels:
-        shrink = math.sqrt(height * width / max_pixels) * FACTOR
+        raise ConfigError(
+            f"Images of {height} x {width} pixels are too long for Qwen's vision-language models."
+        )
+    rows, columns = round(height / factor), round(width / factor)
+    if rows * columns * factor**2 > max_pixels:
+        shrink = math.sqrt(height * width / max_pixels) * factor
         rows, columns = max(1, math.floor(height / shrink)), max(1, math.floor(width / shrink))
-    elif rows * columns * FACTOR**2 < min_pixels:
-        enlarge = math.sqrt(min_pixels / (height * width)) / FACTOR
+    elif rows * columns * factor**2 < min_pixels:
+        enlarge = math.sqrt(min_pixels / (height * width)) / factor
         rows, columns = math.ceil(height * enlarge), math.ceil(width * enlarge)
     return ImageGrid(rows * MERGE, columns * MERGE)
 
@@ -66,10 +71,11 @@ def normalize_colours(images: Tensor) -> Tensor:
     return torch.stack([(channel - mean) / std for channel, mean, std in channels], 1)
 
 
-def cut_into_patches(images: Tensor) -> Tensor:
-    """Images [B, 3, rows * 14, columns * 14] -> [B, patches, 3 * 14 * 14]; the patches of a token are neighbours."""
-    blocks = [size // FACTOR for size in images.shape[-2:]]
-    split = images.unflatten(3, (blocks[1], MERGE, PATCH)).unflatten(2, (blocks[0], MERGE, PATCH))
+def cut_into_patches(images: Tensor, patch: int = PATCH) -> Tensor:
+    """Images [B, 3, rows * patch, columns * patch] -> [B, patches, 3 * patch * patch]; the patches of a token are
+    neighbours."""
+    blocks = [size // (patch * MERGE) for size in images.shape[-2:]]
+    split = images.unflatten(3, (blocks[1], MERGE, patch)).unflatten(2, (blocks[0], MERGE, patch))
     # [B, colour, row, row in token, y, column, column in token, x]
     return split.permute(0, 2, 5, 3, 6, 1, 4, 7).flatten(5).flatten(1, 4)
 

@@ -148,15 +148,10 @@ class QwenVL(VisionLanguageModel):
 
     def positions(self, token_ids: Tensor, valid: Tensor) -> Tensor:
         """Time, row and column [3, B, S] of each token; `valid` [B, S] is False for padding, at either end."""
-        is_image, number = self._image_tokens(token_ids)
-        advance = torch.where(is_image, self.advances[number], 1) * valid
-        start = advance.cumsum(1) - advance
-        return start + torch.where(is_image, self.offsets[:, number], 0)
+        return token_positions(*self._image_tokens(token_ids), valid, self.offsets, self.advances)
 
     def _image_tokens(self, token_ids: Tensor) -> tuple[Tensor, Tensor]:
-        """Which tokens [B, S] stand for an image's tokens, and the number of each of those."""
-        is_image = token_ids == self.size.image_token
-        return is_image, (is_image.cumsum(1) - 1).clamp(0, len(self.advances) - 1)
+        return number_image_tokens(token_ids, self.size.image_token, len(self.advances))
 
     def forward(self, token_ids: Tensor, valid: Tensor, patches: Tensor) -> Tensor:
         """The last hidden states [B, S, width]."""
@@ -176,6 +171,21 @@ def image_positions(grids: Sequence[ImageGrid]) -> tuple[Tensor, Tensor]:
         advance[-1] = max(height, width)
         advances.append(advance)
     return torch.cat(offsets, 1), torch.cat(advances)
+
+
+def number_image_tokens(token_ids: Tensor, image_token: int, count: int) -> tuple[Tensor, Tensor]:
+    """Which tokens [B, S] stand for one of `count` tokens of images, and the number of each of those."""
+    is_image = token_ids == image_token
+    return is_image, (is_image.cumsum(1) - 1).clamp(0, count - 1)
+
+
+def token_positions(
+    is_image: Tensor, number: Tensor, valid: Tensor, offsets: Tensor, advances: Tensor
+) -> Tensor:
+    """Time, row and column [3, B, S] of tokens, from what `number_image_tokens` and `image_positions` return."""
+    advance = torch.where(is_image, advances[number], 1) * valid
+    start = advance.cumsum(1) - advance
+    return start + torch.where(is_image, offsets[:, number], 0)
 
 
 def next_positions(positions: Tensor, valid: Tensor, count: int) -> Tensor:
