@@ -24,6 +24,7 @@ POLICIES = {
     "pi0_fast": "flexor.policies.pi0_fast.policy:Pi0Fast",
     "eo1": "flexor.policies.eo1.policy:EO1",
     "xvla": "flexor.policies.xvla.policy:XVLA",
+    "wall_x": "flexor.policies.wall_x.policy:WallX",
 }
 
 ONLY_IN_LEROBOT = (
@@ -36,7 +37,6 @@ ONLY_IN_LEROBOT = (
         "molmoact2",
         "sac",
         "vla_jepa",
-        "wall_x",
     ),
     "reward_classifier",
 )

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from math import inf
+from pathlib import Path
 from types import MappingProxyType
 from typing import Any, ClassVar, NamedTuple, Self
 
@@ -251,9 +252,17 @@ class PolicyConfig:
         """The settings of a checkpoint, completed by its processing before the policy: `registry_name` and `config`."""
         return self
 
-    def adapted(self, step: ProcessingStep) -> ProcessingStep:
-        """A step of a checkpoint's processing, with what these settings say otherwise."""
-        return step
+    def with_saved_files(self, folder: Path) -> Self:
+        """The settings of a checkpoint, completed by what `save_files` has written into its folder."""
+        return self
+
+    def save_files(self, folder: Path) -> None:
+        """Write what a checkpoint needs besides its settings, processing and weights."""
+
+    def completed(self, steps: Sequence[ProcessingStep]) -> list[ProcessingStep]:
+        """A checkpoint's steps before the policy, with those that it does not name, and with what these settings say
+        otherwise."""
+        return list(steps)
 
     def can_act_without(self, names: Collection[str]) -> bool:
         """Whether these inputs may be missing in an observation."""

@@ -213,6 +213,7 @@ def read_config(path: str, overrides: dict[str, Any] | None = None) -> PolicyCon
         check_sizes(config)
         if (file := folder / f"{PREPROCESSOR}.json").is_file():
             config = config.with_saved_steps(read_steps(file))
+        config = config.with_saved_files(folder)
         config.validate()
     except MALFORMED as error:
         raise CheckpointError(f"{folder / POLICY_CONFIG} makes no {cls.type} policy: {error!r}") from error
@@ -270,6 +271,7 @@ def save_pretrained(
         save_weights(config.type, weights, folder / WEIGHTS)
     before.save(folder)
     after.save(folder)
+    config.save_files(folder)
 
 
 def as_lerobot(config: PolicyConfig) -> dict[str, Any]:
@@ -291,7 +293,8 @@ def load_pretrained(path: str, device: str = "cpu", overrides: dict[str, Any] | 
     verify(folder)
     config = read_config(str(folder), overrides)
     before = Pipeline.load(folder, PREPROCESSOR)
-    before = replace(before, steps=[config.adapted(step) for step in before.steps]).to(device)
+    before = replace(before, steps=config.completed(before.steps)).to(device)
+    before.prepare()
     after = Pipeline.load(folder, POSTPROCESSOR).connect(before)
     with without_initial_weights(config):
         policy = make_policy(config)
