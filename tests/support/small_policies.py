@@ -6,10 +6,11 @@ from parity.eo1.qwen import make_qwen
 from parity.multi_task_dit.clips import make_clips
 from parity.pi0_fast.cases import make_files
 from parity.smolvla.vlms import make_vlms
+from parity.wall_x.models import make_wall
 from support import small_pi, small_resnet, small_xvla
 from support.tokenizers import make_tokenizer
 
-WITH_CAMERAS = ("vqbet", "pi0", "pi05", "pi0_fast", "smolvla", "eo1", "xvla")  # do not work without
+WITH_CAMERAS = ("vqbet", "pi0", "pi05", "pi0_fast", "smolvla", "eo1", "xvla", "wall_x")  # do not work without
 
 TINY_ACT = [
     small_resnet.FLAG,
@@ -83,6 +84,7 @@ SMALL = {
         "image_max_pixels=3136",
     ],
     "xvla": small_xvla.SETTINGS,
+    "wall_x": ["dtype=float32", "chunk_size=8", "n_action_steps=4", "max_state_dim=6", "max_action_dim=5"],
 }
 
 
@@ -100,6 +102,8 @@ def small_flags(name: str, folder: Path) -> list[str]:
     if name == "smolvla":
         make_vlms(folder)
         flags += [f"--policy.vlm_model_name={folder / 'tiny-vlm'}"]
+    if name == "wall_x":
+        flags += [f"--policy.pretrained_name_or_path={make_wall(folder / 'tiny-wall')}"]
     if name == "eo1":
         flags += [f"--policy.vlm_base={make_qwen(folder / 'tiny-qwen')}"]
     return flags

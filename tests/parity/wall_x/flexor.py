@@ -5,11 +5,16 @@ from unittest.mock import patch
 
 from parity import flexor_side
 from parity.inputs import BATCH
-from parity.wall_x.cases import pixels, prompts
+from parity.pi0_fast.flexor import mean_over_tokens
+from parity.wall_x.cases import gradients, pixels, prompts
 
 
 def measure(case: dict) -> dict:
-    with patch("flexor.policies.nn.flow.beta", lambda noise, name, *_: noise.uniform(name, (BATCH,))):
+    with (
+        patch("flexor.policies.nn.flow.beta", lambda noise, name, *_: noise.uniform(name, (BATCH,))),
+        patch("flexor.policies.wall_x.policy.mean_over_tokens", mean_over_tokens),
+        patch("parity.flexor_side.gradients", gradients),
+    ):
         return flexor_side.measure_policy("wall_x", case)
 
 

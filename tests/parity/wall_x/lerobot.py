@@ -11,6 +11,8 @@ import torch
 from parity import lerobot_side
 from parity.fill import Draws
 from parity.inputs import BATCH
+from parity.pi0_fast.lerobot import FastProcessor
+from parity.wall_x.cases import gradients as gradients  # of this kind: lerobot_side asks for them
 from parity.wall_x.cases import pixels, prompts
 
 MODELING = "lerobot.policies.wall_x.modeling_wall_x"
@@ -30,8 +32,25 @@ class Torch:
 @contextmanager
 def prepared(folder: Path | None) -> Iterator[None]:
     """Inside, policies are in float32."""
-    with as_on_a_gpu(), patch(f"{MODELING}.torch", Torch(bfloat16=torch.float32)):
+    with (
+        as_on_a_gpu(),
+        patch(f"{MODELING}.torch", Torch(bfloat16=torch.float32)),
+        patch(f"{MODELING}.AutoProcessor", Processors),
+    ):
         yield
+
+
+class Processors:
+    """Of models, by `transformers`; of actions, without the Hub's code."""
+
+    @staticmethod
+    def from_pretrained(folder: str, **options: Any) -> Any:
+        from transformers import AutoProcessor
+
+        if Path(folder).name == "fast":
+            fast = FastProcessor(folder)
+            return lambda chunk: fast(torch.from_numpy(chunk)[None])
+        return AutoProcessor.from_pretrained(folder, **options)
 
 
 def as_on_a_gpu() -> AbstractContextManager:

@@ -24,6 +24,7 @@ from flexor.policies.nn.real_time import RealTimeSettings
 from flexor.policies.processing.pipeline import ProcessingStep, Stats
 from flexor.policies.processing.rename_and_move import ToDevice
 from flexor.policies.vlm.qwen2_5_images import ImageGrid
+from flexor.policies.wall_x.answer import MOST_STEPS, TokenizeAnswer
 from flexor.policies.wall_x.images import grid_of
 from flexor.policies.wall_x.prompt import TokenizePrompt, WallXTask
 from flexor.policies.wall_x.size import (
@@ -51,7 +52,7 @@ class WallXConfig(FineTuningSettings, CrossEmbodimentConfig):
     ignores_unknown_settings: ClassVar[bool] = True
     unknown_to_lerobot: ClassVar[frozenset[str]] = frozenset(
         {"vlm_config", "tokenizer_path", "load_vlm_weights", "num_denoise_steps", "dtype", "round_actions"}
-        | {"gradient_checkpointing", "rtc_config"}
+        | {"gradient_checkpointing", "rtc_config", "max_decoding_steps"}
     )
 
     chunk_size: int = 32
@@ -82,6 +83,8 @@ class WallXConfig(FineTuningSettings, CrossEmbodimentConfig):
     """No effect: attention within an image is computed by torch's fused kernels."""
     num_denoise_steps: int = 10
     """Integration steps at inference. Fewer steps are faster and less accurate."""
+    max_decoding_steps: int = 100
+    """The longest chunk in tokens that policy.prediction_mode=fast writes."""
     dtype: Literal["auto", "bfloat16", "float32"] = "auto"
     """Type of the weights; auto: that of a checkpoint, bfloat16 for a new policy. With bfloat16, weights of the
     decoder's norms and of the layers around it are float32."""
@@ -105,6 +108,12 @@ class WallXConfig(FineTuningSettings, CrossEmbodimentConfig):
         super().validate()
         self.require(1, "num_denoise_steps", "scheduler_decay_steps")
         self.require(0, "scheduler_warmup_steps")
+        self.require(1, "max_decoding_steps")
+        if self.writes_tokens and (self.chunk_size > MOST_STEPS or not self.action_tokenizer_path):
+            raise ConfigError(
+                f"policy.prediction_mode=fast requires policy.action_tokenizer_path={self.action_tokenizer_path}, a "
+                f"FAST tokenizer, and policy.chunk_size={self.chunk_size} of at most {MOST_STEPS}."
+            )
         _ = self.grids
         if self.rtc_config is not None:
             RealTimeSettings.of(self.rtc_config)
@@ -180,11 +189,14 @@ class WallXConfig(FineTuningSettings, CrossEmbodimentConfig):
 
     def _tokenize(self) -> TokenizePrompt:
         vocabulary = self.model_size().vlm.vocabulary
+        if self.writes_tokens:
+            fast = self.action_tokenizer_path or ""
+            return TokenizeAnswer(self.tokenizer_name, self.image_sizes, 0, vocabulary, action_tokenizer=fast)
         return TokenizePrompt(self.tokenizer_name, self.image_sizes, self.chunk_size, vocabulary)
 
     def save_files(self, folder: Path) -> None:
         """The model's sizes and tokenizer, so that the checkpoint is complete."""
-        if self.tokenizer_name.startswith(resolve_builtin(BUILTIN)):
+        if (self.tokenizer_path or self.pretrained_name_or_path).startswith(BUILTIN):
             return
         files = [TOKENIZER, TOKENIZER_SETTINGS]
         try:

@@ -30,6 +30,7 @@ from flexor.policies.nn.transformer import (
     TransformerSize,
     language_head,
 )
+from flexor.policies.vlm.decode import DecodeState
 from flexor.policies.vlm.qwen2_5_images import ImageGrid
 from flexor.policies.vlm.qwen2_5_vision import QwenVision
 from flexor.policies.vlm.qwen2_5_vl import QwenSequence, causal_mask
@@ -204,6 +205,20 @@ class WallXNetwork(QwenSequence):
         """An embedded prompt [B, P, width]; tokens and mask [B, P + H] also cover the actions."""
         rope = self.model.rope(self.positions(tokens, mask))
         return ChunkContext(prefix, rope, action_mask(mask, tokens.shape[1] - prefix.shape[1]))
+
+    def read(self, prompt: Tensor, tokens: Tensor, mask: Tensor) -> Tensor:
+        """Hidden states [B, S, width] of an embedded prompt, or of a prompt and its answer; tokens and mask [B, S]."""
+        rope = self.model.rope(self.positions(tokens, mask))
+        return self.model(prompt, rope, causal_mask(mask))
+
+    def begin_answer(self, prompt: Tensor, tokens: Tensor, mask: Tensor, most: int) -> DecodeState:
+        """What is written next follows an embedded prompt [B, P, width]; `most`: the longest answer."""
+        positions = self.positions(tokens, mask)
+        earlier = slice(tokens.shape[1] - 1)  # the last token of the prompt is the first that is decoded
+        rope = self.model.rope(positions).slice(earlier)
+        prefix = self.model.prefill(prompt[:, earlier], rope, causal_mask(mask[:, earlier]))
+        last = tokens[:, -1].clone(), positions[..., -1:].clone()
+        return DecodeState.begin(prefix, mask[:, earlier], *last, most)
 
     def prefill(self, context: ChunkContext) -> ChunkContext:
         """The context as several integration steps use it."""

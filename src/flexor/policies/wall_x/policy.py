@@ -10,22 +10,29 @@ Parameter names and settings are LeRobot's, so either program can load the other
 
 from __future__ import annotations
 
-from functools import partial
+from functools import cached_property, partial
 from typing import NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from flexor.core.batch import ACTION, ACTION_LENGTH, IMAGE_FEATURES, STATE, Batch
 from flexor.core.errors import ConfigError, FlexorError
 from flexor.core.log import log
 from flexor.core.rng import NoiseSource
-from flexor.policies.base import Loss, Policy
+from flexor.policies.autoregressive import AutoregressivePolicy
+from flexor.policies.base import Loss
+from flexor.policies.hf_transformers import fetch
 from flexor.policies.image_encoder import ImageEncoder
+from flexor.policies.nn.fast_tokens import FastTokenizer, load_fast_tokenizer
 from flexor.policies.nn.flow import FlowMatching
 from flexor.policies.nn.real_time import prefix_guidance
 from flexor.policies.nn.recompute import recompute
 from flexor.policies.nn.resize import padded
+from flexor.policies.processing.tokenize import FILES
+from flexor.policies.vlm.decode import SEGMENT, DecodeState, decode_segment, mean_over_tokens, token_losses
+from flexor.policies.wall_x.answer import ANSWER_MASK, ActionWords
 from flexor.policies.wall_x.config import WallXConfig
 from flexor.policies.wall_x.files import load_weights
 from flexor.policies.wall_x.images import WallXImages
@@ -40,7 +47,7 @@ class Values(NamedTuple):
     real: Tensor
 
 
-class WallX(Policy):
+class WallX(AutoregressivePolicy):
     Config = WallXConfig
     config: WallXConfig
     continues_chunks = True
@@ -58,7 +65,13 @@ class WallX(Policy):
             for block in self.shard_units():
                 recompute(block)
 
+    @property
+    def writes_tokens(self) -> bool:
+        return self.config.writes_tokens
+
     def loss(self, batch: Batch, noise: NoiseSource) -> Loss:
+        if self.writes_tokens:
+            return self._loss_of_words(batch)
         actions = self._rounded(self._actions(batch))
         velocity = partial(
             self.model.velocity,
@@ -69,7 +82,21 @@ class WallX(Policy):
         error = self.flow.error(velocity, actions.values, noise) * actions.real
         return Loss(error.mean((1, 2)), {})
 
+    def _loss_of_words(self, batch: Batch) -> Loss:
+        if ANSWER_MASK not in batch:
+            raise FlexorError(
+                f"WALL-X learns from {ANSWER_MASK}, which its processing makes of actions, but the batch has only "
+                f"{', '.join(batch)}."
+            )
+        tokens, learned = batch[PROMPT], batch[ANSWER_MASK]
+        hidden = self.model.read(self._embed_prompt(batch, tokens), tokens, batch[PROMPT_MASK])
+        answer = learned.shape[1]
+        losses = token_losses(self.model.lm_head, hidden[:, -answer - 1 : -1], tokens[:, -answer:])
+        return Loss(mean_over_tokens(losses, learned), {})
+
     def predict(self, batch: Batch, noise: NoiseSource) -> Tensor:
+        if self.writes_tokens:
+            return super().predict(batch, noise)
         config, state = self.config, batch[STATE]
         context = self.model.prefill(self._read(batch))
         shape = (len(state), config.chunk_size, config.max_action_dim)
@@ -78,6 +105,48 @@ class WallX(Policy):
         velocity = partial(self.model.velocity, context=context, real=real)
         guidance = prefix_guidance(batch, config.rtc_config, *shape[1:])
         return self.flow.sample(velocity, shape, noise, state, guidance)[..., :width]
+
+    @cached_property
+    def fast(self) -> FastTokenizer:
+        return load_fast_tokenizer(self.config.action_tokenizer_path or "")
+
+    @cached_property
+    def words(self) -> ActionWords:
+        name = self.config.tokenizer_name
+        return ActionWords.of(fetch("AutoTokenizer", name, FILES), name)
+
+    @property
+    def max_segments(self) -> int:
+        return -(-self.config.max_decoding_steps // SEGMENT)
+
+    def prefill(self, batch: Batch, noise: NoiseSource) -> DecodeState:
+        length = batch[STATE_MASK].shape[1]  # without an answer, if there is one
+        tokens, mask = batch[PROMPT][:, :length], batch[PROMPT_MASK][:, :length]
+        return self.model.begin_answer(
+            self._embed_prompt(batch, tokens), tokens, mask, self.max_segments * SEGMENT
+        )
+
+    def decode_segment(self, state: DecodeState) -> None:
+        decode_segment(
+            state, self.model.model, self.model.lm_head, lambda logits, _: logits.argmax(-1), self.words.end
+        )
+
+    def is_finished(self, state: DecodeState) -> bool:
+        return bool(state.finished.all())
+
+    def decode_actions(self, state: DecodeState) -> Tensor:
+        config = self.config
+        tokens = state.tokens[:, : min(int(state.step), config.max_decoding_steps)]
+        rows = [self.words.decode(row) for row in tokens.tolist()]
+        decoded = self.fast.decode(rows, config.chunk_size, config.action.shape[0])
+        problems = [problem for problem in decoded.problems if problem]
+        if problems:
+            log.warning(
+                "of %d chunks, the tokens of %d are not those of a full chunk (%s): actions are decoded from the valid "
+                "ones",
+                *(len(rows), len(problems), problems[0]),
+            )
+        return torch.from_numpy(decoded.actions).to(tokens.device)
 
     def image_encoder(self) -> ImageEncoder:
         settings = {"grids": self.config.grids, "dtype": str(self.config.model_dtype)}
@@ -89,15 +158,16 @@ class WallX(Policy):
         return self.model.vision.encode_alone(patches, self.config.grids[number])
 
     def _read(self, batch: Batch) -> ChunkContext:
-        tokens, state_mask = batch[PROMPT], batch[STATE_MASK]
-        state = self._rounded(with_real(batch[STATE], self.config.max_state_dim))
-        prefix = self.model.embed_prompt(
-            tokens[:, : state_mask.shape[1]],
-            self._embed_cameras(batch),
-            state_mask,
-            self.model.embed_state(*state),
-        )
+        tokens = batch[PROMPT]
+        prefix = self._embed_prompt(batch, tokens[:, : batch[STATE_MASK].shape[1]])
         return self.model.context(prefix, tokens, batch[PROMPT_MASK])
+
+    def _embed_prompt(self, batch: Batch, tokens: Tensor) -> Tensor:
+        """A prompt's tokens [B, S], or those of a prompt and its answer -> [B, S, width]."""
+        state_mask = batch[STATE_MASK]
+        state_mask = F.pad(state_mask, (0, tokens.shape[1] - state_mask.shape[1]))
+        state = self.model.embed_state(*self._rounded(with_real(batch[STATE], self.config.max_state_dim)))
+        return self.model.embed_prompt(tokens, self._embed_cameras(batch), state_mask, state)
 
     def _embed_cameras(self, batch: Batch) -> Tensor:
         """[B, N, width]."""
