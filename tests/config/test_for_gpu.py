@@ -19,7 +19,18 @@ from flexor.train.ranks.processes import Processes
 from support import runs
 
 DATA = "--dataset.repo_id=a/b"
-IN_BF16 = {"act", "diffusion", "multi_task_dit", "pi0", "pi05", "pi0_fast", "smolvla", "eo1", "xvla"}
+IN_BF16 = {
+    "act",
+    "diffusion",
+    "multi_task_dit",
+    "pi0",
+    "pi05",
+    "pi0_fast",
+    "smolvla",
+    "eo1",
+    "xvla",
+    "wall_x",
+}
 
 
 @pytest.mark.parametrize("kind", POLICIES)

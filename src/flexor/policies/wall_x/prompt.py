@@ -41,8 +41,8 @@ CAMERA_NAMES = {
     "move2_view": "move view",
 }
 """Names in prompts of cameras that are called otherwise in datasets."""
-WORDS = 40
-"""Tokens of Qwen's tokenizer besides images, the task and actions."""
+WORDS, WORDS_OF_CAMERA = 41, 4
+"""Tokens of Qwen's tokenizer besides images, the task and actions, and of a camera's name."""
 TASK_TOKENS = 32
 """Tasks are padded to a multiple of this, so that steps have the same shapes."""
 ALIGNED = 16
@@ -165,7 +165,7 @@ class TokenizePrompt(ProcessingStep):
 
     def padded(self, prompts: Sequence[list[int]]) -> Prompts:
         """Prompts with tokens for actions at their end."""
-        constant = len(self._images().tokens) + self.actions
+        constant = len(self._images().tokens) + self._words_around_task + self.actions
         length = padded_length(constant, max(map(len, prompts)) + self.actions - constant)
         actions = [self.number(ACTION)] * self.actions
         rows = [[0] * (length - len(prompt) - len(actions)) + prompt + actions for prompt in prompts]
@@ -183,12 +183,16 @@ class TokenizePrompt(ProcessingStep):
 
     def rehearse(self, batch: Batch, context: StepContext = ACTING) -> Batch:
         images = sum(grid_of(*size).tokens + 2 for size in self.image_sizes.values())
-        names = 3 * len(self.image_sizes)
+        names = WORDS_OF_CAMERA * len(self.image_sizes)
         count = len(tasks_of(batch, "task"))
         length = padded_length(WORDS + names + images + self.actions, 1)
         prompt = torch.zeros(count, length, dtype=torch.int64)
         mask = torch.zeros(count, length, dtype=torch.bool)
         return {**batch, PROMPT: prompt, PROMPT_MASK: mask, STATE_MASK: mask[:, : length - self.actions]}
+
+    @cached_property
+    def _words_around_task(self) -> int:
+        return len(self._encode_task(""))
 
     def _images(self) -> ImageTokens:
         """Encoded once: they are the same in all batches."""
