@@ -19,7 +19,19 @@ from flexor.train.ranks.processes import Processes
 from support import runs
 
 DATA = "--dataset.repo_id=a/b"
-IN_BF16 = {"act", "diffusion", "multi_task_dit", "pi0", "pi05", "pi0_fast", "smolvla", "eo1", "xvla", "groot"}
+IN_BF16 = {
+    "act",
+    "diffusion",
+    "multi_task_dit",
+    "pi0",
+    "pi05",
+    "pi0_fast",
+    "smolvla",
+    "eo1",
+    "xvla",
+    "groot",
+    "wall_x",
+}
 
 
 @pytest.mark.parametrize("kind", POLICIES)

@@ -30,6 +30,7 @@ LOWER = {
     "pi05": ["--policy.dtype=bfloat16"],
     "pi0_fast": ["--policy.dtype=bfloat16"],
     "eo1": ["--policy.dtype=bfloat16"],
+    "wall_x": ["--policy.dtype=bfloat16"],
     "pi0 in bf16": ["--policy.dtype=bfloat16", "--precision=bf16"],
     "smolvla": ["--weights_dtype=bf16", "--precision=bf16", "--policy.train_expert_only=false"],
     "xvla": ["--weights_dtype=bf16", "--precision=bf16"],

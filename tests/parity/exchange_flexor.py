@@ -99,7 +99,8 @@ class Exchange:
         worst = 0.0
         for checkpoint, observations in checkpoints.items():
             with prepared(self.kind, "flexor", self.folder / "files"):
-                ours = flexor_side.act(load_pretrained(str(checkpoint)), observations)
+                overrides = getattr(self.settings, "ACTS_WITH", None)
+                ours = flexor_side.act(load_pretrained(str(checkpoint), overrides=overrides), observations)
             theirs = json.loads((checkpoint / "actions.json").read_text())
             acted = [round(number, 4) for number in numbers(theirs)]
             assert len(set(acted)) > len(acted) / 5, (

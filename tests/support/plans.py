@@ -6,16 +6,23 @@ from dataclasses import dataclass
 from typing import Any
 
 from flexor.config.schema import TrainConfig
+from flexor.core.model_files import ModelFiles
 from flexor.plan.memory.memory import MemoryPlan, MemoryPlanner
 from flexor.plan.trace.cuda_on_meta import Card
 from flexor.plan.trace.trace import trace_step
 from flexor.policies import policy_class
 from flexor.policies.features import Kind, PolicyFeature
+from flexor.policies.hf_transformers import resolve_builtin
+from flexor.policies.wall_x.size import describe_wall_x
 from flexor.train.ranks.split import split_batch
 from support import small_pi, small_resnet, small_xvla
 
 PLAIN: dict[str, Any] = {"precision": "no", "step": "eager", "channels_last": False}
 CAMERA = {"vision_backbone": small_resnet.NAME}
+
+TINY_WALL = describe_wall_x(ModelFiles(resolve_builtin("builtin/tiny-wall"), ""))
+SIX_VALUES = {**TINY_WALL, "agent_pos_config": {"joints": 6}}
+SIX_VALUES["text_config"] = {**TINY_WALL["text_config"], "dof_config": {"joints": 6}}
 
 SMALL: dict[str, dict[str, Any]] = {
     "act": {
@@ -42,6 +49,13 @@ SMALL: dict[str, dict[str, Any]] = {
     },
     "pi0_fast": small_pi.FAST_CONFIG,
     "xvla": {**small_xvla.TINY, "max_action_dim": 6},
+    "wall_x": {
+        "pretrained_name_or_path": "builtin/tiny-wall",
+        "vlm_config": SIX_VALUES,
+        "dtype": "float32",
+        "max_state_dim": 6,
+        "max_action_dim": 6,
+    },
     "eo1": {"vlm_base": "builtin/tiny-qwen", "image_min_pixels": 784, "image_max_pixels": 3136},
     "groot": {
         "base_model_path": "builtin/tiny-groot",

@@ -8,10 +8,21 @@ from parity.groot.files import make_files as make_bases
 from parity.multi_task_dit.clips import make_clips
 from parity.pi0_fast.cases import make_files
 from parity.smolvla.vlms import make_vlms
+from parity.wall_x.models import make_wall
 from support import small_pi, small_resnet, small_xvla
 from support.tokenizers import make_tokenizer
 
-WITH_CAMERAS = ("vqbet", "pi0", "pi05", "pi0_fast", "smolvla", "eo1", "xvla", "groot")  # do not work without
+WITH_CAMERAS = (  # do not work without
+    "vqbet",
+    "pi0",
+    "pi05",
+    "pi0_fast",
+    "smolvla",
+    "eo1",
+    "xvla",
+    "groot",
+    "wall_x",
+)
 
 TINY_ACT = [
     small_resnet.FLAG,
@@ -94,6 +105,7 @@ SMALL = {
         "image_crop_size=[60,60]",
         "image_min_pixels=4096",
     ],
+    "wall_x": ["dtype=float32", "chunk_size=8", "n_action_steps=4", "max_state_dim=6", "max_action_dim=5"],
 }
 
 
@@ -111,6 +123,8 @@ def small_flags(name: str, folder: Path) -> list[str]:
     if name == "smolvla":
         make_vlms(folder)
         flags += [f"--policy.vlm_model_name={folder / 'tiny-vlm'}"]
+    if name == "wall_x":
+        flags += [f"--policy.pretrained_name_or_path={make_wall(folder / 'tiny-wall')}"]
     if name == "eo1":
         flags += [f"--policy.vlm_base={make_qwen(folder / 'tiny-qwen')}"]
     if name == "groot":

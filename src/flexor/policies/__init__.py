@@ -25,6 +25,7 @@ POLICIES = {
     "eo1": "flexor.policies.eo1.policy:EO1",
     "xvla": "flexor.policies.xvla.policy:XVLA",
     "groot": "flexor.policies.groot.policy:Groot",
+    "wall_x": "flexor.policies.wall_x.policy:WallX",
 }
 
 ONLY_IN_LEROBOT = (
@@ -36,7 +37,6 @@ ONLY_IN_LEROBOT = (
         "molmoact2",
         "sac",
         "vla_jepa",
-        "wall_x",
     ),
     "reward_classifier",
 )

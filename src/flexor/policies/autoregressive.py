@@ -21,6 +21,11 @@ class AutoregressivePolicy(Policy):
     """`prefill` and `decode_segment` run on the device; the host calls `is_finished` and `decode_actions`."""
 
     @property
+    def writes_tokens(self) -> bool:
+        """Whether its settings ask for tokens; otherwise it has a `predict` of its own."""
+        return True
+
+    @property
     @abstractmethod
     def max_segments(self) -> int:
         """The largest number of segments."""

@@ -252,17 +252,17 @@ class PolicyConfig:
         """The settings of a checkpoint, completed by its processing before the policy: `registry_name` and `config`."""
         return self
 
-    def checkpoint_files(self) -> Mapping[str, str]:
-        """Further files of a checkpoint, with their text: what LeRobot's config.json has no place for."""
-        return {}
-
     def with_saved_files(self, folder: Path) -> Self:
-        """The settings of a checkpoint, completed by these files."""
+        """The settings of a checkpoint, completed by what `save_files` has written into its folder."""
         return self
 
-    def adapted(self, step: ProcessingStep) -> ProcessingStep:
-        """A step of a checkpoint's processing, with what these settings say otherwise."""
-        return step
+    def save_files(self, folder: Path) -> None:
+        """Write what a checkpoint needs besides its settings, processing and weights."""
+
+    def completed(self, steps: Sequence[ProcessingStep]) -> list[ProcessingStep]:
+        """A checkpoint's steps before the policy, with those that it does not name, and with what these settings say
+        otherwise."""
+        return list(steps)
 
     def can_act_without(self, names: Collection[str]) -> bool:
         """Whether these inputs may be missing in an observation."""

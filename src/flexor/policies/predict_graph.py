@@ -112,7 +112,7 @@ class PredictGraphs:
         graph_noise = GraphNoise(keys, ids)
         pool = torch.cuda.graph_pool_handle()
         output: Tensor | _CapturedSegment
-        if isinstance(self.policy, AutoregressivePolicy):
+        if isinstance(self.policy, AutoregressivePolicy) and self.policy.writes_tokens:
             with capture(graph, pool, self.stream):
                 state = self.policy.prefill(batch, graph_noise)
             segment = torch.cuda.CUDAGraph()

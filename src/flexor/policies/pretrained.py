@@ -137,7 +137,7 @@ class Pretrained:
         if not self.policy.continues_chunks:
             raise FlexorError(
                 f"policy.type={kind} can't continue a chunk that is being executed: only policies that denoise "
-                "chunks can (smolvla, pi0, pi05, eo1, xvla, groot). Leave out `previous`."
+                "chunks can (smolvla, pi0, pi05, eo1, xvla, groot, wall_x). Leave out `previous`."
             )
         if previous.ndim != 3 or not previous.shape[1] or previous.shape[2] != actions:
             raise FlexorError(
@@ -267,12 +267,11 @@ def save_pretrained(
     """Write the folder, without weights if they are None. The caller renames it into place."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / POLICY_CONFIG).write_text(json.dumps(as_lerobot(config), indent=4))
-    for name, text in config.checkpoint_files().items():
-        (folder / name).write_text(text)
     if weights is not None:
         save_weights(config.type, weights, folder / WEIGHTS)
     before.save(folder)
     after.save(folder)
+    config.save_files(folder)
 
 
 def as_lerobot(config: PolicyConfig) -> dict[str, Any]:
@@ -294,7 +293,8 @@ def load_pretrained(path: str, device: str = "cpu", overrides: dict[str, Any] | 
     verify(folder)
     config = read_config(str(folder), overrides)
     before = Pipeline.load(folder, PREPROCESSOR)
-    before = replace(before, steps=[config.adapted(step) for step in before.steps]).to(device)
+    before = replace(before, steps=config.completed(before.steps)).to(device)
+    before.prepare()
     after = Pipeline.load(folder, POSTPROCESSOR).connect(before)
     with without_initial_weights(config):
         policy = make_policy(config)

@@ -78,6 +78,13 @@ def make_qwen(folder: Path, tied: bool = True) -> Path:
     folder.mkdir(parents=True, exist_ok=True)
     write(folder / "config.json", described(tied))
     make_tokenizer(folder)
+    make_processor(folder)
+    weights = {name: torch.from_numpy(weight(name, shape)) for name, shape in shapes(tied).items()}
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    return folder
+
+
+def make_processor(folder: Path) -> None:
     (folder / "chat_template.jinja").write_text(TEMPLATE)
     images = {"patch_size": 14, "temporal_patch_size": 2, "merge_size": 2}
     limits = {"min_pixels": 3136, "max_pixels": 12845056}
@@ -89,17 +96,16 @@ def make_qwen(folder: Path, tied: bool = True) -> Path:
     write(folder / "preprocessor_config.json", {**processor, **images, **limits, **colours})
     videos = {"video_processor_type": "Qwen2VLVideoProcessor"}
     write(folder / "video_preprocessor_config.json", {**videos, **images, **limits, **colours})
-    weights = {name: torch.from_numpy(weight(name, shape)) for name, shape in shapes(tied).items()}
-    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
-    return folder
 
 
-def make_tokenizer(folder: Path) -> None:
+def make_tokenizer(folder: Path, special: list[str] = SPECIAL, words: list[str] = WORDS) -> None:
     """Words between blanks; new lines and full stops are words."""
+    vocabulary = [*special, *words]
     added = [
         {"id": number, "content": word, "special": True, "normalized": False}
         | dict.fromkeys(("single_word", "lstrip", "rstrip"), False)
-        for number, word in enumerate(SPECIAL)
+        for number, word in enumerate(vocabulary)
+        if word.startswith("<")
     ]
     parts = [
         {"type": "Split", "pattern": {"String": text}, "behavior": behavior, "invert": False}
@@ -111,7 +117,7 @@ def make_tokenizer(folder: Path) -> None:
         "pre_tokenizer": {"type": "Sequence", "pretokenizers": parts},
         "model": {
             "type": "WordLevel",
-            "vocab": {word: number for number, word in enumerate(VOCABULARY)},
+            "vocab": {word: number for number, word in enumerate(vocabulary)},
             "unk_token": "<unk>",
         },
         **dict.fromkeys(("truncation", "padding", "normalizer", "post_processor", "decoder")),

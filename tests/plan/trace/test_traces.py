@@ -8,7 +8,7 @@ from flexor.plan.memory.allocator import replay
 from flexor.plan.site.hardware import load_hardware
 from flexor.plan.trace.trace import trace_step
 from flexor.plan.trace.traces import Traces
-from flexor.policies.pi0_fast import policy as pi0_fast
+from flexor.policies.vlm import decode
 from support.plans import Gpu, settings
 
 CARDS = {
@@ -42,7 +42,7 @@ def test_passes_beyond_the_second_are_not_traced():
 
 def test_operations_that_depend_on_the_batch_size_are_traced(monkeypatch: pytest.MonkeyPatch):
     """pi0-FAST computes its logits in pieces: here two with a batch size of 2, and 11 with 24."""
-    monkeypatch.setattr(pi0_fast, "LOSS_CHUNK", 64)
+    monkeypatch.setattr(decode, "LOSS_CHUNK", 64)
     config = settings("pi0_fast")
     traced, rescaled = trace_step(config, 24, CARDS[8, 0]), Traces(config).at(24, 1, CARDS[8, 0])
     assert rescaled.events == traced.events and rescaled.ops == traced.ops

@@ -94,7 +94,7 @@ def decode_with_growing_cache(policy, batch: dict, noise: Noise) -> torch.Tensor
             x, new = layer(x, rope, mask[:, None, None], layer_cache)
             longer.append(layer_cache.append(new))
         cache = longer
-        logits = paligemma.logits(decoder.norm(x)[0][:, 0]).float()
+        logits = paligemma.lm_head(decoder.norm(x)[0][:, 0]).float()
         token = logits.argmax(-1)
         if policy.config.temperature:
             cumulative = (logits / policy.config.temperature).softmax(-1).cumsum(-1)

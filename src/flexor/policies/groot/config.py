@@ -304,7 +304,7 @@ class GrootConfig(AdamSettings, ImageSettings, RelativeActionSettings, CrossEmbo
             use_albumentations=self.use_albumentations,
             letter_box_transform=self.letter_box_transform,
         )
-        return [rename, to_batch, pack, self.adapted(encode), to_device]
+        return [rename, to_batch, pack, self._adapted(encode), to_device]
 
     def steps_after(self, stats: Stats) -> list[ProcessingStep]:
         to_device = super().steps_after(stats)[-1]
@@ -370,14 +370,17 @@ class GrootConfig(AdamSettings, ImageSettings, RelativeActionSettings, CrossEmbo
                 )
         return {key: {**values, "min": values["q01"], "max": values["q99"]} for key, values in scaled.items()}
 
-    def adapted(self, step: ProcessingStep) -> ProcessingStep:
+    def completed(self, steps: Sequence[ProcessingStep]) -> list[ProcessingStep]:
+        return [self._adapted(step) for step in steps]
+
+    def _adapted(self, step: ProcessingStep) -> ProcessingStep:
         if isinstance(step, EncodePrompt):
             tokens = [grid.tokens for grid in self.grids]
             return replace(step, image_tokens=tokens, vocabulary=self.size().backbone.vocabulary)
         return step
 
-    def checkpoint_files(self) -> Mapping[str, str]:
-        return {BASE_CONFIG: json.dumps(self.described_base(), indent=2)}
+    def save_files(self, folder: Path) -> None:
+        (folder / BASE_CONFIG).write_text(json.dumps(self.described_base(), indent=2))
 
     def with_saved_files(self, folder: Path) -> Self:
         """The sizes of the base model, if Flexor wrote the checkpoint."""

@@ -52,9 +52,17 @@ class FlowMatching:
             return noise.uniform("time", (batch,))
         return self.time_max * (1 - beta(noise, "time", batch, *self.time_beta))
 
-    def sample(self, network: Velocity, shape: Sequence[int], noise: NoiseSource, like: Tensor) -> Tensor:
-        """Actions of `shape` [B, H, A] integrated from noise, on the device of `like`."""
-        return integrate(network, noise.normal("x", shape).to(like), self.steps, self.method)
+    def sample(
+        self,
+        network: Velocity,
+        shape: Sequence[int],
+        noise: NoiseSource,
+        like: Tensor,
+        guidance: PrefixGuidance | None = None,
+    ) -> Tensor:
+        """Actions of `shape` [B, H, A] from noise, on the device of `like`; with `guidance` by the last chunk."""
+        start = noise.normal("x", shape).to(like)
+        return integrate(network, start, self.steps, self.method, guidance)
 
 
 @dataclass(frozen=True)
@@ -105,12 +113,19 @@ def time_embedding(time: Tensor, dim: int, shortest: float, longest: float) -> T
     return torch.cat((angle.sin(), angle.cos()), dim=1).to(time.dtype)
 
 
-def integrate(velocity: Velocity, start: Tensor, steps: int, method: Method = "euler") -> Tensor:
+def integrate(
+    velocity: Velocity,
+    start: Tensor,
+    steps: int,
+    method: Method = "euler",
+    guidance: PrefixGuidance | None = None,
+) -> Tensor:
     """Follow the velocity from time 0 to time 1. Runge-Kutta evaluates it four times per step."""
     x, dt = start, 1 / steps
 
     def slope(x: Tensor, time: float) -> Tensor:
-        return velocity(x, x.new_full((len(x),), time))
+        out = velocity(x, x.new_full((len(x),), time))
+        return out if guidance is None else -guidance.correct(-out, x, 1 - time)  # whose time is reversed
 
     for step in range(steps):
         t = step / steps

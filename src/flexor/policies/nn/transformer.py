@@ -9,7 +9,7 @@ Parameter names are those of `transformers`.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -217,13 +217,26 @@ class TransformerLayer(nn.Module):
         x attends to itself and to `cache`; mask [B, 1, 1 or groups * S, cached + S]. With `kv_only`, x is returned as
         it is: of the last layer of a prefix, nothing else is used.
         """
+        x, new = self.attend(x, rope, mask, cache, condition, kv_only)
+        return x if kv_only else self.add_mlp(x, condition), new
+
+    def attend(
+        self,
+        x: Tensor,
+        rope: Rope,
+        mask: Tensor,
+        cache: Cache | None,
+        condition: Tensor | None,
+        kv_only: bool,
+    ) -> tuple[Tensor, KVCache]:
+        """The first half of the layer."""
         normed, gate = self.input_layernorm(x, condition)
         new = self.self_attn.keys_values(normed, rope)
         if kv_only:
             return x, new
         keys_values = new if cache is None else cache.append(new)
         attended = self.self_attn(self.self_attn.queries(normed, rope), keys_values, mask)
-        return self.add_mlp(self.add(x, attended, gate), condition), new
+        return self.add(x, attended, gate), new
 
     def add_mlp(self, x: Tensor, condition: Tensor | None = None) -> Tensor:
         normed, gate = self.post_attention_layernorm(x, condition)
@@ -252,14 +265,19 @@ class TokenEmbedding(nn.Embedding):
 class Transformer(nn.Module):
     """The layers and the last norm; with a vocabulary also the embedding of tokens."""
 
-    def __init__(self, size: TransformerSize, vocabulary: int | None = None):
+    def __init__(
+        self,
+        size: TransformerSize,
+        vocabulary: int | None = None,
+        make_layer: Callable[[TransformerSize], TransformerLayer] = TransformerLayer,
+    ):
         super().__init__()
         self.size = size
         self.residual_dtype: torch.dtype | None = None
         """The type of hidden states between layers, if it is not that of the weights."""
         if vocabulary is not None:
             self.embed_tokens = TokenEmbedding(vocabulary, size)
-        self.layers = nn.ModuleList(TransformerLayer(size) for _ in range(size.depth))
+        self.layers = nn.ModuleList(make_layer(size) for _ in range(size.depth))
         self.norm = DecoderNorm(size, condition_dim=size.condition_dim)
         init_decoder(self)
 

@@ -58,6 +58,8 @@ class ProcessingStep:
     threads, on several batches at once."""
     uses_images: ClassVar[bool] = True
     """Whether the step reads or changes images. If no step that the loader runs does, they get to the GPU faster."""
+    saved: ClassVar[bool] = True
+    """Whether checkpoints name the step. One that LeRobot does not have is added again by `PolicyConfig.completed`."""
     keeps_values: ClassVar[bool] = False
     """Whether the step only renames or reshapes: its output is still in the robot's units and on the same device."""
     takes_bytes: ClassVar[bool] = False
@@ -151,9 +153,13 @@ class Pipeline:
             step.connect(before)
         return self
 
+    @property
+    def saved_steps(self) -> list[ProcessingStep]:
+        return [step for step in self.steps if step.saved]
+
     def save(self, folder: Path) -> None:
         described = []
-        for index, step in enumerate(self.steps):
+        for index, step in enumerate(self.saved_steps):
             entry: dict[str, Any] = {"registry_name": step.name, "config": step.config()}
             state = step.state()
             if state:

@@ -93,11 +93,12 @@ def load_weights(files: ModelFiles, model: QwenVL) -> None:
     weights = {name: tensor for name, tensor in unique_state(model).items() if not is_adapter(name)}
     if model.size.tied:  # named after the head, which the files need not have
         weights["model.language_model.embed_tokens.weight"] = weights.pop("lm_head.weight")
-    present = _names(files)
+    present = names_of_weights(files)
     load_tensors(files, {_name_in_file(name, present): tensor for name, tensor in weights.items()})
 
 
-def _names(files: ModelFiles) -> Mapping[str, str | Tensor]:
+def names_of_weights(files: ModelFiles) -> Mapping[str, str | Tensor]:
+    """The weights in a model's files, by name."""
     weights = WeightFiles(files.folder([WEIGHTS, SPLIT_WEIGHTS]), files.error)
     if weights.index is not None:
         return weights.index

@@ -100,7 +100,9 @@ class QwenVLModel(nn.Module):
         self.language_model = Transformer(size.text, size.vocabulary)
 
 
-class QwenVL(VisionLanguageModel):
+class QwenSequence(VisionLanguageModel):
+    """Words and images in one sequence, wherever a model has its parts: `vision` and `language_model`."""
+
     offsets: Tensor
     advances: Tensor
 
@@ -108,39 +110,37 @@ class QwenVL(VisionLanguageModel):
         """`grids` of an observation's images, in their order in the prompt."""
         super().__init__()
         self.size = size
-        self.model = QwenVLModel(size, grids)
-        self.lm_head = language_head(self.model.language_model, size.tied)
         offsets, advances = image_positions(grids)
         self.register_buffer("offsets", offsets, persistent=False)
         self.register_buffer("advances", advances, persistent=False)
 
     @property
+    def vision(self) -> QwenVision:
+        raise NotImplementedError
+
+    @property
     def language_model(self) -> Transformer:
-        return self.model.language_model
+        raise NotImplementedError
 
     @property
     def decoder(self) -> Transformer:
         return self.language_model
 
     def vision_blocks(self) -> list[nn.Module]:
-        return list(self.model.visual.blocks)
+        return list(self.vision.blocks)
 
     def encode_images(self, images: Tensor) -> Tensor:
         """Patches of all images, see `QwenImages` -> [B, N, width]."""
-        return self.model.visual(images)
+        return self.vision(images)
 
     def embed_features(self, features: Tensor) -> Tensor:
         return features
 
     def image_encoder(self) -> list[nn.Module]:
-        return [self.model.visual]
-
-    def embed(self, token_ids: Tensor, patches: Tensor) -> Tensor:
-        """Tokens [B, S], and patches of the images that some of them stand for -> [B, S, width]."""
-        return self.embed_with_images(token_ids, self.embed_images(patches))
+        return [self.vision]
 
     def embed_with_images(self, token_ids: Tensor, images: Tensor) -> Tensor:
-        """The same of images that are embedded already [B, N, width]."""
+        """Tokens [B, S], and the embedded images [B, N, width] that some of them stand for -> [B, S, width]."""
         words = self.embed_tokens(token_ids)
         is_image, number = self._image_tokens(token_ids)
         placed = images.to(words.dtype).gather(1, number[..., None].expand_as(words))
@@ -152,6 +152,25 @@ class QwenVL(VisionLanguageModel):
 
     def _image_tokens(self, token_ids: Tensor) -> tuple[Tensor, Tensor]:
         return number_image_tokens(token_ids, self.size.image_token, len(self.advances))
+
+
+class QwenVL(QwenSequence):
+    def __init__(self, size: QwenVLSize, grids: Sequence[ImageGrid]):
+        super().__init__(size, grids)
+        self.model = QwenVLModel(size, grids)
+        self.lm_head = language_head(self.model.language_model, size.tied)
+
+    @property
+    def vision(self) -> QwenVision:
+        return self.model.visual
+
+    @property
+    def language_model(self) -> Transformer:
+        return self.model.language_model
+
+    def embed(self, token_ids: Tensor, patches: Tensor) -> Tensor:
+        """Tokens [B, S], and patches of the images that some of them stand for -> [B, S, width]."""
+        return self.embed_with_images(token_ids, self.embed_images(patches))
 
     def forward(self, token_ids: Tensor, valid: Tensor, patches: Tensor) -> Tensor:
         """The last hidden states [B, S, width]."""

@@ -321,8 +321,8 @@ class XVLAConfig(FineTuningSettings, EmptyCamerasConfig):
         domain = saved[0].get(DOMAIN, 0)
         return replace(self, domain_id=domain) if type(domain) is int else self
 
-    def adapted(self, step: ProcessingStep) -> ProcessingStep:
-        return self.domain_step() if isinstance(step, AddDomainId) else step
+    def completed(self, steps: Sequence[ProcessingStep]) -> list[ProcessingStep]:
+        return [self.domain_step() if isinstance(step, AddDomainId) else step for step in steps]
 
     def domain_step(self) -> AddDomainId:
         first = self.domain_ids[0] if self.domain_ids else 0

@@ -173,11 +173,12 @@ def keep_statistics(source: Path, state: TrainState) -> None:
     changed: list[str] = []
     for pipeline in (state.preprocessor, state.postprocessor):
         saved = Pipeline.load(source / PRETRAINED, pipeline.name)
-        if len(saved.steps) != len(pipeline.steps):
+        steps = pipeline.saved_steps
+        if len(saved.steps) != len(steps):
             raise CheckpointError(
-                f"{source} is damaged: {pipeline.name}.json has {len(saved.steps)} steps, not {len(pipeline.steps)}."
+                f"{source} is damaged: {pipeline.name}.json has {len(saved.steps)} steps, not {len(steps)}."
             )
-        for before, now in zip(saved.steps, pipeline.steps):
+        for before, now in zip(saved.steps, steps):
             if differing := _differing(before.state(), now.state()):
                 _load_statistics(source, now, before.state())
                 changed += differing
