@@ -156,13 +156,15 @@ def gate(gate: Tensor, up: Tensor, gelu: bool) -> Tensor:
 @triton.jit
 def _gate_backward(gradient, gate, up, dgate, dup, count, GELU: tl.constexpr, BLOCK: tl.constexpr):
     index = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    mask, low = index < count, gate.dtype.element_ty
+    mask = index < count
     grad = tl.load(gradient + index, mask=mask, other=0.0).to(tl.float32)
     active, slope = _activated(tl.load(gate + index, mask=mask, other=0.0).to(tl.float32), GELU)
     # torch rounds the activation, and the gradient of it
-    tl.store(dup + index, (grad * active.to(low).to(tl.float32)).to(low), mask=mask)
-    of_active = (grad * tl.load(up + index, mask=mask, other=0.0).to(tl.float32)).to(low).to(tl.float32)
-    tl.store(dgate + index, (of_active * slope).to(low), mask=mask)
+    active = active.to(gate.dtype.element_ty).to(tl.float32)
+    tl.store(dup + index, (grad * active).to(dup.dtype.element_ty), mask=mask)
+    of_active = grad * tl.load(up + index, mask=mask, other=0.0).to(tl.float32)
+    of_active = of_active.to(gate.dtype.element_ty).to(tl.float32)
+    tl.store(dgate + index, (of_active * slope).to(dgate.dtype.element_ty), mask=mask)
 
 
 def gate_backward(gradient: Tensor, gate: Tensor, up: Tensor, gelu: bool) -> tuple[Tensor, Tensor]:
