@@ -19,6 +19,7 @@ Start a run on several GPUs, on a cluster or in the cloud.
   local       one process per GPU of this machine
   slurm       a job on a SLURM cluster
   hf-jobs     a job on Hugging Face's machines
+  ssh         a machine that you reach by ssh
 
 `flexor launch WHERE --help` shows the options. --dry-run prints what would be started, and starts nothing.
 """
@@ -30,7 +31,7 @@ def run(arguments: list[str]) -> int:
         print_text(USAGE)
         return 0
     where, rest = arguments[0], arguments[1:]
-    places = {"local": local, "slurm": slurm, "hf-jobs": hf_jobs}
+    places = {"local": local, "slurm": slurm, "hf-jobs": hf_jobs, "ssh": ssh}
     if where not in places:
         raise ConfigError(f"Can't launch on {where!r}. {closest(where, places)}")
     return places[where](rest)
@@ -46,6 +47,12 @@ def hf_jobs(arguments: list[str]) -> int:
     from flexor.launch.hf.jobs import launch_hf_jobs
 
     return launch_hf_jobs(arguments)
+
+
+def ssh(arguments: list[str]) -> int:
+    from flexor.launch.ssh.launch import launch_ssh
+
+    return launch_ssh(arguments)
 
 
 def local(arguments: list[str]) -> int:

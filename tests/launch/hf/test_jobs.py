@@ -23,7 +23,7 @@ from flexor.core.errors import ConfigError, FlexorError
 from flexor.launch.hf import jobs
 from flexor.launch.hf.jobs import launch_hf_jobs
 from flexor.launch.hf.request import MOUNT, WORK, read_seconds
-from flexor.launch.hf.wheel import flexor_wheel
+from flexor.launch.wheel import flexor_wheel
 from support import environment
 from support.jobs_server import JOB_ID, TOKEN, JobsServer, logged_in
 from support.limits import LIMIT_S, wait_for

@@ -10,7 +10,7 @@ import pytest
 from flexor import __version__
 from flexor.core.errors import ConfigError
 from flexor.launch.hf import wheel as wheels
-from flexor.launch.hf.wheel import Wheel, constraints, flexor_wheel, read_wheel
+from flexor.launch.wheel import Wheel, constraints, flexor_wheel, read_wheel
 from support import environment
 from support.limits import LIMIT_S
 

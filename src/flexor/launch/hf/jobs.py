@@ -38,7 +38,7 @@ from flexor.launch.hf.request import (
     redacted_request,
     settle,
 )
-from flexor.launch.hf.wheel import flexor_wheel, read_wheel
+from flexor.launch.wheel import flexor_wheel, read_wheel
 from flexor.plan.site.hardware import Flavor, load_hardware
 from flexor.sim.record import BUILTIN
 

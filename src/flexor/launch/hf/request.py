@@ -7,7 +7,6 @@ the environment, which everyone with access to the job can read.
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import os
 import re
@@ -21,8 +20,8 @@ from flexor.config.parse import config_from_flags, parse_flags, to_words
 from flexor.config.schema import TrainConfig
 from flexor.core.errors import ConfigError
 from flexor.data.mixture.entries import entries_of
-from flexor.launch.hf.wheel import Wheel, constraints
 from flexor.launch.passwords import refuse_passwords
+from flexor.launch.wheel import Wheel, constraints, extras_of
 from flexor.policies.external import is_code
 from flexor.train.checkpoint.run_folder import default_folder
 
@@ -217,20 +216,13 @@ def _script(training: Training, machine: Machine) -> str:
 
 def _install(training: Training, machine: Machine) -> list[str]:
     """Lines that install the Flexor that was uploaded with the job. No secret is there for code that pip may run."""
-    extras = _extras(training.config)
+    extras = extras_of(training.config)
     flexor, *more = machine.wheels
     packages = [flexor.requirement(MOUNT, ",".join(extras)), *(wheel.requirement(MOUNT) for wheel in more)]
     packages += [machine.package] if machine.package else []
     pip = f"python -m pip install --quiet --constraint {CONSTRAINTS} {shlex.join(packages)}"
     pinned = shlex.quote("\n".join(constraints(extras)))
     return [f"printf '%s\\n' {pinned} > {CONSTRAINTS}", f"(unset {shlex.join(machine.secrets)}; {pip})"]
-
-
-def _extras(config: TrainConfig) -> list[str]:
-    extras = {"wandb": config.wandb.enable, "sim": config.env.type == "pusht"}
-    extras |= dict.fromkeys(config.trackers, True)
-    extras["vla"] = importlib.util.find_spec("transformers") is not None  # who has it here may need it there
-    return [name for name, needed in extras.items() if needed]
 
 
 def redacted_request(request: dict[str, Any]) -> dict[str, Any]:

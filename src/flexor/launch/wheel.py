@@ -9,6 +9,7 @@ from __future__ import annotations
 import base64
 import hashlib
 import importlib.metadata
+import importlib.util
 import io
 import re
 import zipfile
@@ -18,6 +19,7 @@ from pathlib import Path, PurePosixPath
 
 import flexor
 import flexor_client
+from flexor.config.schema import TrainConfig
 from flexor.core.errors import ConfigError
 from flexor.core.hub_errors import refuse_secrets
 from flexor.core.log import log
@@ -40,6 +42,11 @@ class Wheel:
     @property
     def sha256(self) -> str:
         return hashlib.sha256(self.content).hexdigest()
+
+    def files(self) -> dict[str, bytes]:
+        """Unpacked."""
+        with zipfile.ZipFile(io.BytesIO(self.content)) as archive:
+            return {name: archive.read(name) for name in archive.namelist()}
 
     @property
     def place(self) -> str:
@@ -99,6 +106,14 @@ def _record(files: dict[str, bytes]) -> str:
         digest = base64.urlsafe_b64encode(hashlib.sha256(content).digest()).rstrip(b"=").decode()
         lines.append(f"{name},sha256={digest},{len(content)}")
     return "\n".join([*lines, f"{ABOUT}/RECORD,,", ""])
+
+
+def extras_of(config: TrainConfig) -> list[str]:
+    """The extras of Flexor that a run needs."""
+    extras = {"wandb": config.wandb.enable, "sim": config.env.type == "pusht"}
+    extras |= dict.fromkeys(config.trackers, True)
+    extras["vla"] = importlib.util.find_spec("transformers") is not None  # who has it here may need it there
+    return [name for name, needed in extras.items() if needed]
 
 
 def constraints(extras: Iterable[str]) -> list[str]:

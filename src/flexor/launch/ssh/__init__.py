@@ -1,0 +1,1 @@
+"""Runs on a machine that is reached by ssh."""
