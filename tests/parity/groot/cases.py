@@ -97,4 +97,4 @@ def pixels(patches: torch.Tensor) -> list:
     ]
 
 
-STORED = {"prompts": 0, "pixels": 1e-6}
+STORED = {"prompts": 0, "pixels": 1e-6, "chunk": 1e-5}

@@ -131,9 +131,9 @@ def test_a_relative_pose_of_a_hand_is_a_transform_from_where_it_is():
             assert np.allclose(absolute[sample, step, :3], expected[:3, 3], atol=1e-5)
             assert np.allclose(absolute[sample, step, 3:], expected[:2, :3].flatten(), atol=1e-5)
     assert torch.equal(hand("ABSOLUTE").as_absolute(relative, now), relative)
-    with pytest.raises(ConfigError, match="in the format 'xyz\\+rotvec': only xyz"):
+    with pytest.raises(ConfigError, match=r"in the format 'xyz\+rotvec': only xyz"):
         hand("RELATIVE", "XYZ+ROTVEC").as_absolute(relative, now)
     with pytest.raises(ConfigError, match="does not train it"):
         hand("RELATIVE").as_relative(relative, now)
-    with pytest.raises(ConfigError, match="Relative actions require observation.state"):
+    with pytest.raises(ConfigError, match=r"Relative actions require observation\.state"):
         hand("RELATIVE").as_absolute(relative, None)
