@@ -372,7 +372,10 @@ class GrootConfig(AdamSettings, ImageSettings, RelativeActionSettings, CrossEmbo
                     f"policy.use_percentiles=true, but the dataset's statistics of {key} lack {', '.join(missing)}: "
                     "recompute them with `flexor data stats DIR`, or leave policy.use_percentiles out."
                 )
-        return {key: {**values, "min": values["q01"], "max": values["q99"]} for key, values in scaled.items()}
+        return {
+            key: {**values, "min": values["q01"].clone(), "max": values["q99"].clone()}
+            for key, values in scaled.items()
+        }
 
     def adapted(self, step: ProcessingStep) -> ProcessingStep:
         if isinstance(step, EncodePrompt):
