@@ -5,6 +5,7 @@ import math
 from dataclasses import replace
 
 import pytest
+from safetensors.torch import save_file
 
 from flexor.core.errors import CheckpointError, ConfigError
 from flexor.policies.features import Kind, PolicyFeature
@@ -166,13 +167,14 @@ def test_statistics_that_are_missing_are_named(tmp_path):
         config("left", base_model_path=str(folder)).with_base_processing()
 
 
-def test_percentiles_of_a_dataset():
+def test_percentiles_of_a_dataset(tmp_path):
     stats = {
         name: {"min": [-9.0] * n, "max": [9.0] * n, "q01": [-1.0] * n, "q99": [1.0] * n}
         for name, n in (("observation.state", 4), ("action", 3))
     }
     scaled = config(use_percentiles=True).scaled_by(stats)
     assert scaled["action"]["min"].tolist() == [-1.0] * 3
+    save_file(config(use_percentiles=True).steps_before(stats)[2].state(), tmp_path / "step.safetensors")
     assert config().scaled_by(stats)["action"]["max"].tolist() == [9.0] * 3
     del stats["action"]["q99"]
     with pytest.raises(ConfigError, match="statistics of action lack q99: recompute them"):
