@@ -5,11 +5,12 @@
 Batches are made up and lie on the GPU. All cases run one after the other in this process, so that they meet the same
 machine. LeRobot 0.6.1 is measured if it is installed here, in float32 and in bf16; ratios are to the faster of the two.
 LeRobot runs with the settings of torch that its own train command makes (`as_lerobot_trains`).
-Cameras are 2 of 480x640 for ACT, Diffusion Policy, Multi-Task DiT, SmolVLA and EO-1, 2 of 224x224 for pi0, 1 of 96x96
-for VQ-BeT (its second phase), 1 of 84x84 for TD-MPC, 2 of 256x256 for X-VLA. Multi-Task DiT has a CLIP ViT-B/16 with
-random weights, SmolVLA a random SmolVLM2 of 500 M, pi0 a random PaliGemma, EO-1 a random Qwen2.5-VL of 3 B, whose own
-type is bfloat16, X-VLA a random Florence-2 large: they need `transformers`, but no Hub. EO-1's images are resized
-before the step in LeRobot, and in the step here.
+Cameras are 2 of 480x640 for ACT, Diffusion Policy, Multi-Task DiT, SmolVLA, EO-1 and GR00T, 2 of 224x224 for pi0, 1 of
+96x96 for VQ-BeT (its second phase), 1 of 84x84 for TD-MPC, 2 of 256x256 for X-VLA. Multi-Task DiT has a CLIP ViT-B/16
+with random weights, SmolVLA a random SmolVLM2 of 500 M, pi0 a random PaliGemma, EO-1 a random Qwen2.5-VL of 3 B, whose
+own type is bfloat16, X-VLA a random Florence-2 large, GR00T a random base model of 3 B: they need `transformers`, but
+no Hub. Images of EO-1 and GR00T are resized before the step in LeRobot, and in the step here. "images encoded once"
+begins with the features of a frozen image encoder, as a run does by itself; LeRobot has nothing like it.
 """
 
 import argparse
@@ -21,13 +22,14 @@ import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from datetime import date
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NamedTuple
+from unittest.mock import patch
 
 import torch
 from torch import Tensor
@@ -40,11 +42,13 @@ from flexor.policies.base import PolicyConfig
 from flexor.policies.eo1.config import EO1Config
 from flexor.policies.features import Kind
 from flexor.policies.fit import deltas_of
+from flexor.policies.groot.config import GrootConfig
 from flexor.policies.processing.tokenize import TASK_MASK, TASK_TOKENS
 from flexor.policies.vlm.florence_size import FLORENCE_2_LARGE
 from flexor.policies.vlm.smolvlm_size import BUILTIN_SIZES
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
+from parity.groot import lerobot as groot_files
 from parity.smolvla import vlms
 
 DEVICE = "cuda"
@@ -59,6 +63,8 @@ class Case(NamedTuple):
     variant: str = ""
     settings: Mapping[str, Any] = MappingProxyType({})
     """Of the policy, in both programs."""
+    flags: Sequence[str] = ()
+    """Of Flexor's run."""
 
     @property
     def title(self) -> str:
@@ -69,6 +75,7 @@ TWO, SMALL = Robot(cameras=2), Robot(cameras=2, height=224, width=224)
 MEDIUM = Robot(cameras=2, height=256, width=256)
 FULL_TUNING = {"train_expert_only": False, "freeze_vision_encoder": False}
 LOWER = {"dtype": "bfloat16"}
+OFF, ONCE = ("--dataset.cache.features=off",), ("--dataset.cache.features=ram",)
 CASES = [
     Case("act", 8, TWO),
     Case("act", 32, TWO),
@@ -87,8 +94,13 @@ CASES = [
     Case("eo1", 32, TWO, "full"),
     Case("xvla", 8, MEDIUM),
     Case("xvla", 32, MEDIUM),
+    Case("groot", 8, TWO, flags=OFF),
+    Case("groot", 32, TWO, flags=OFF),
+    Case("groot", 8, TWO, "images encoded once", flags=ONCE),
+    Case("groot", 32, TWO, "images encoded once", flags=ONCE),
+    Case("groot", 8, TWO, "full", {"tune_llm": True, "tune_visual": True}),
 ]
-LARGE = ("smolvla", "pi0", "eo1", "xvla")
+LARGE = ("smolvla", "pi0", "eo1", "xvla", "groot")
 POLICIES = list(dict.fromkeys(case.policy for case in CASES))
 PLAIN = ["--step=eager", "--precision=no", "--channels_last=false"]
 WAYS = {
@@ -128,7 +140,7 @@ def settings(case: Case, flags: list[str]) -> TrainConfig:
     """Flexor's settings of a case."""
     arguments = [f"--policy.type={case.policy}", f"--batch_size={case.batch}", "--dataset.repo_id=made/up"]
     arguments += [f"--policy.{name}={str(value).lower()}" for name, value in case.settings.items()]
-    config = load_config([*arguments, *flags])
+    config = load_config([*arguments, *case.flags, *flags])
     return replace(config, policy=case.robot.fill_in(config.policy))
 
 
@@ -195,11 +207,32 @@ def lerobot_policy(case: Case, folder: Path) -> tuple[PolicyConfig, Any, torch.o
     elif case.policy in ("act", "diffusion", "vqbet"):
         theirs["pretrained_backbone_weights"] = None
     config = make_policy_config(case.policy, **theirs, **case.settings)
-    with torch.device(DEVICE) if case.policy in LARGE else nullcontext():  # random weights take long on a CPU
+    place = (
+        torch.device(DEVICE) if case.policy in LARGE else nullcontext()
+    )  # random weights take long on a CPU
+    with place, random_base_model() if case.policy == "groot" else nullcontext():
         policy = get_policy_class(case.policy)(config)
     if case.policy == "vqbet":  # the second phase
         policy.vqbet.action_head.vqvae_model.discretized = torch.tensor(True)
     return ours, policy, config.get_optimizer_preset().build(policy.get_optim_params())
+
+
+@contextmanager
+def random_base_model() -> Iterator[None]:
+    """LeRobot's GR00T, which loads a base model, makes one with random weights; and it does not need dm-tree."""
+    from lerobot.policies.groot.groot_n1_7 import GR00TN17, GR00TN17Config
+
+    def make(pretrained_model_name_or_path: str, **settings: Any) -> Any:
+        backbone = {name: settings[name] for name in ("tune_llm", "tune_visual")}
+        head = {name: settings[name] for name in ("tune_projector", "tune_diffusion_model", "tune_vlln")}
+        model = GR00TN17(GR00TN17Config(**backbone, **head), load_backbone_weights=False)
+        model.backbone.set_trainable_parameters(**backbone)
+        model.action_head.set_trainable_parameters(**head)
+        return model
+
+    GR00TN17.prepare_input = groot_files.prepare_input
+    with patch.object(GR00TN17, "from_pretrained", make):
+        yield
 
 
 def write_clip(folder: Path) -> None:
@@ -238,6 +271,8 @@ def lerobot_batch(config: PolicyConfig, size: int) -> dict[str, Tensor]:
         batch |= {"next.reward_is_pad": torch.zeros(shape, dtype=torch.bool, device=DEVICE)}
     if isinstance(config, EO1Config):
         batch |= eo1_conversation(config, size)
+    if isinstance(config, GrootConfig):
+        batch |= groot_inputs(config, size)
     if hasattr(config, "tokenizer_max_length"):
         shape = size, config.tokenizer_max_length
         batch |= {TASK_TOKENS: torch.randint(0, 1000, shape, device=DEVICE)}
@@ -262,6 +297,27 @@ def eo1_conversation(config: EO1Config, size: int) -> dict[str, Any]:
         "image_grid_thw": torch.tensor([[1, *grid] for grid in config.grids] * size, device=DEVICE),
         "state_token_id": state,
         "action_token_id": action,
+    }
+
+
+def groot_inputs(config: GrootConfig, size: int) -> dict[str, Any]:
+    """A task of ten words after the images of all cameras, as tokens of Qwen3-VL; a state and a chunk."""
+    image, start, end = 151_655, 151_652, 151_653
+    images = [token for grid in config.grids for token in (start, *[image] * grid.tokens, end)]
+    tokens = torch.tensor([*range(3), *images, *range(12)], device=DEVICE).expand(size, -1)
+    patches = sum(grid.patches for grid in config.grids)
+    chunk = size, config.training_horizon, config.max_action_dim
+    mask = torch.zeros(chunk, device=DEVICE)
+    mask[..., : config.action.shape[0]] = 1
+    return {
+        "input_ids": tokens,
+        "attention_mask": torch.ones_like(tokens),
+        "pixel_values": torch.randn(size * patches, 1536, device=DEVICE),
+        "image_grid_thw": torch.tensor([[1, *grid] for grid in config.grids] * size, device=DEVICE),
+        "state": torch.randn(size, 1, config.max_state_dim, device=DEVICE),
+        "action": torch.randn(chunk, device=DEVICE) * mask,
+        "action_mask": mask,
+        "embodiment_id": torch.full((size,), config.tag_number, device=DEVICE),
     }
 
 

@@ -194,7 +194,8 @@ def read_config(path: str, overrides: dict[str, Any] | None = None) -> PolicyCon
         saved_type = str(settings.pop("type"))
     except (*MALFORMED, OSError) as error:
         raise CheckpointError(
-            f"{folder / POLICY_CONFIG} is not a policy's configuration: {error!r}"
+            f"{folder / POLICY_CONFIG} is not a policy's configuration: {error!r}. A model that policies start from "
+            "is named by a setting of theirs, such as --policy.base_model_path."
         ) from error
     changes = dict(overrides or {})
     cls = policy_class(_policy_type(folder, saved_type, changes.pop("type", None))).Config

@@ -60,6 +60,7 @@ CASES = {
     "unknown_robot": case(ONE_CAMERA, embodiment_tag="libero_sim"),
     "raw": raw("raw-groot"),
     "raw_without_statistics": raw("raw-groot", embodiment_tag="new_embodiment"),
+    "raw_large": raw("raw-groot") | {"inputs": STATE | camera("left", 512, 512)},
     "relative": {**raw("relative-groot"), "acts": False},  # LeRobot predicts only whole chunks
     "plain": case(THREE_CAMERAS, base_model_path=f"{FOLDER}/plain-groot", tune_llm=True),
 }
@@ -96,4 +97,4 @@ def pixels(patches: torch.Tensor) -> list:
     ]
 
 
-STORED = {"prompts": 0, "pixels": 1e-6}
+STORED = {"prompts": 0, "pixels": 1e-6, "chunk": 1e-5}

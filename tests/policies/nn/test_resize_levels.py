@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 import torch
+import torch.nn.functional as F
 from PIL import Image
 
 from flexor.policies.nn.resize_levels import ResizeLevels
@@ -25,6 +26,14 @@ def test_every_pixel_is_that_of_pillow(size, resized):
     pixels = torch.from_numpy(image).movedim(-1, 0)[None] / 255
     levels = ResizeLevels(size, resized)(pixels) * 255
     assert np.array_equal(levels.round()[0].movedim(0, -1).numpy(), expected)
+
+
+@pytest.mark.parametrize(("size", "resized"), [*SIZES, ((480, 640), (256, 256)), ((230, 230), (256, 256))])
+def test_every_pixel_is_that_of_torch(size, resized):
+    image = torch.from_numpy(np.random.default_rng(0).integers(0, 256, (1, 3, *size), np.uint8))
+    expected = F.interpolate(image, resized, mode="bicubic", antialias=True, align_corners=False)
+    levels = ResizeLevels(size, resized, like_torch=True)(image / 255) * 255
+    assert torch.equal(levels.round().to(torch.uint8), expected)
 
 
 def test_an_image_of_the_right_size_stays_as_it_is():

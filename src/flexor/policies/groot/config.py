@@ -11,10 +11,11 @@ from pathlib import Path
 from typing import Any, ClassVar, Self
 
 from flexor.core.errors import CheckpointError, ConfigError
-from flexor.core.foreign_files import read_json_object
+from flexor.core.foreign_files import MALFORMED, read_json_object
 from flexor.core.log import log
 from flexor.core.model_files import ModelFiles
 from flexor.core.paths import inside
+from flexor.core.typed import from_plain, to_plain
 from flexor.policies.base import MOST_DROPOUT
 from flexor.policies.cross_embodiment import CrossEmbodimentConfig, Features
 from flexor.policies.features import Kind, Normalization
@@ -42,7 +43,10 @@ from flexor.policies.vlm.qwen2_5_images import ImageGrid
 
 NATIVE_HORIZON = 40
 LIBERO, LIBERO_STEPS = "libero_sim", 8
-BASE_CONFIG = "base_model_config.json"  # in a checkpoint: the base model's config.json
+OWN_FILE = (
+    "groot.json"  # in a checkpoint: the base model's config.json, and settings that LeRobot has no place for
+)
+IN_OWN_FILE = ("image_min_pixels", "image_max_pixels", "random_crop", "state_dropout_prob", "use_percentiles")
 
 
 @dataclass
@@ -368,7 +372,10 @@ class GrootConfig(AdamSettings, ImageSettings, RelativeActionSettings, CrossEmbo
                     f"policy.use_percentiles=true, but the dataset's statistics of {key} lack {', '.join(missing)}: "
                     "recompute them with `flexor data stats DIR`, or leave policy.use_percentiles out."
                 )
-        return {key: {**values, "min": values["q01"], "max": values["q99"]} for key, values in scaled.items()}
+        return {
+            key: {**values, "min": values["q01"].clone(), "max": values["q99"].clone()}
+            for key, values in scaled.items()
+        }
 
     def completed(self, steps: Sequence[ProcessingStep]) -> list[ProcessingStep]:
         return [self._adapted(step) for step in steps]
@@ -380,17 +387,22 @@ class GrootConfig(AdamSettings, ImageSettings, RelativeActionSettings, CrossEmbo
         return step
 
     def save_files(self, folder: Path) -> None:
-        (folder / BASE_CONFIG).write_text(json.dumps(self.described_base(), indent=2))
+        settings = {name: to_plain(getattr(self, name)) for name in IN_OWN_FILE}
+        content = {"base_config": self.described_base(), **settings}
+        (folder / OWN_FILE).write_text(json.dumps(content, indent=2))
 
     def with_saved_files(self, folder: Path) -> Self:
-        """The sizes of the base model, if Flexor wrote the checkpoint."""
-        file = inside(folder, BASE_CONFIG)
-        if self.base_config is not None or not file.is_file():
+        """Also the sizes of the base model, if Flexor wrote the checkpoint."""
+        file = inside(folder, OWN_FILE)
+        if not file.is_file():
             return self
         try:
-            return replace(self, base_config=dict(read_json_object(file)))
-        except (ValueError, TypeError) as error:
-            raise CheckpointError(f"{file} does not describe a base model: {error!r}") from error
+            content = read_json_object(file)
+            settings = {name: content[name] for name in ("base_config", *IN_OWN_FILE) if name in content}
+            typed = from_plain(type(self), settings, OWN_FILE)
+        except (ConfigError, *MALFORMED) as error:
+            raise CheckpointError(f"{file} can't be read: {error!r}") from error
+        return self._completed({name: getattr(typed, name) for name in settings})
 
     def with_saved_steps(self, steps: Sequence[Mapping[str, Any]]) -> Self:
         """How images are cropped, and what embodiments there are, is in a checkpoint's processing."""

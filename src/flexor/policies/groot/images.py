@@ -53,8 +53,8 @@ class ImageGeometry:
     def cropped(self, size: tuple[int, int]) -> tuple[int, int]:
         if self.crop is None or not 0 < self.crop < 1:
             return size
-        whole: Callable[[float], int] = int if self.keeps_shape else round
-        return max(1, whole(size[0] * self.crop)), max(1, whole(size[1] * self.crop))
+        rounded: Callable[[float], int] = int if self.keeps_shape else round
+        return max(1, rounded(size[0] * self.crop)), max(1, rounded(size[1] * self.crop))
 
     def sizes(self, size: tuple[int, int]) -> list[tuple[int, int]]:
         """Heights and widths of images: square, resized, cropped, and enlarged again."""

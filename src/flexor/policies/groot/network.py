@@ -113,7 +113,7 @@ class GrootNetwork(nn.Module):
         tokens = self.action_head.read_tokens(hidden, valid)
         places = self.vlm.places(token_ids)
         mask = valid[:, None, None]
-        words = TokenMemory(tokens.index_select(1, places.others), mask.index_select(3, places.others))
+        words = TokenMemory(tokens.index_select(1, places.rest), mask.index_select(3, places.rest))
         images = TokenMemory(tokens.index_select(1, places.images), None)
         return ObservationContext(state, [words, images, TokenMemory(tokens, mask)], embodiment)
 

@@ -9,6 +9,7 @@ Parameter names and settings are LeRobot's, so either program can load the other
 
 from __future__ import annotations
 
+import math
 from functools import partial
 
 import torch
@@ -95,7 +96,7 @@ class Groot(Policy):
         weights = batch[GUIDANCE_WEIGHTS][..., None].to(x)  # 1 for actions that are executed, 0 for free ones
         weights = F.pad(weights, (0, 0, 0, x.shape[1] - weights.shape[-2]))
         rate = self.config.rtc_ramp_rate or self._groot_model.size.ramp_rate
-        strength = torch.expm1(-rate * (1 - weights)) / torch.expm1(x.new_tensor(-rate))
+        strength = torch.expm1(-rate * (1 - weights)) / math.expm1(-rate)
         return torch.where(weights > 0, target, x), strength
 
     def _read(self, batch: Batch, noise: NoiseSource | None = None) -> ObservationContext:

@@ -43,8 +43,8 @@ def settings_of_base(folder: Path, tag: str) -> dict[str, Any]:
             "max_action_horizon": kwargs.get("max_action_horizon"),
         }
     sizes = ("image_target_size", "image_crop_size")
-    given = {name: value for name, value in settings.items() if value is not None}
-    return {name: tuple(v) or None if name in sizes else v for name, v in given.items()}
+    present = {name: value for name, value in settings.items() if value is not None}
+    return {name: tuple(v) or None if name in sizes else v for name, v in present.items()}
 
 
 def settings_of_steps(
@@ -60,19 +60,19 @@ def settings_of_steps(
         "use_albumentations": encode.get("use_albumentations"),
         "letter_box_transform": encode.get("letter_box_transform"),
     }
-    given = {name: value for name, value in settings.items() if value is not None}
+    present = {name: value for name, value in settings.items() if value is not None}
     if encode.get("image_target_size"):
-        given["image_target_size"] = tuple(encode["image_target_size"])
-        given["image_crop_size"] = tuple(encode.get("image_crop_size") or ()) or None
-        given |= {name: encode.get(name) for name in ("shortest_image_edge", "crop_fraction")}
+        present["image_target_size"] = tuple(encode["image_target_size"])
+        present["image_crop_size"] = tuple(encode.get("image_crop_size") or ()) or None
+        present |= {name: encode.get(name) for name in ("shortest_image_edge", "crop_fraction")}
     if pack.get("modality_config") is not None:
         names = ("raw_stats", "modality_config", "use_percentiles", "state_dropout_prob")
-        given["modalities"] = {
+        present["modalities"] = {
             **{name: pack.get(name) for name in names},
             "use_relative_action": bool(decode.get("use_relative_action", False)),
             "max_action_horizon": pack.get("action_horizon"),
         }
-    return given
+    return present
 
 
 def _read(folder: Path, name: str) -> Mapping[str, Any]:

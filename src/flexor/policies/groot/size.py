@@ -117,12 +117,12 @@ def check_version(described: Mapping[str, Any], label: str) -> None:
     plain = "".join(character for character in version.lower() if character.isalnum())
     older = plain.endswith(("n15", "n1d5")) or "eagle_path" in (described.get("backbone_cfg") or {})
     if older or described.get("type") == "groot" or (version and not plain.endswith(("n17", "n1d7"))):
-        what = "N1.5" if older else f"of the version {version!r}"
+        named = "N1.5" if older else f"of the version {version!r}"
         if described.get("type") == "groot":
             raise ConfigError(
                 f"{label} is a fine-tuned policy, not a base model: load it with --policy.path."
             )
-        raise ConfigError(f"{label} is a GR00T {what}. {N1_5}")
+        raise ConfigError(f"{label} is a GR00T {named}. {N1_5}")
 
 
 def read_size(described: Mapping[str, Any], label: str) -> GrootSize:

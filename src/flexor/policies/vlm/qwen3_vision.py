@@ -55,7 +55,8 @@ class PatchProjection(nn.Module):
 
     def forward(self, patches: Tensor) -> Tensor:
         """Patches of still images [B, N, 3 * 16 * 16] -> [B, N, width]: both frames are equal, so weights add up."""
-        return F.linear(patches, self.proj.weight.sum(2).flatten(1), self.proj.bias)
+        weight = self.proj.weight.to(autocast_type(patches)).float()  # as it is used, also if it is stored so
+        return F.linear(patches, weight.sum(2).flatten(1).to(patches.dtype), self.proj.bias)
 
 
 class GridTables(nn.Module):

@@ -105,7 +105,7 @@ class TokenPlaces(NamedTuple):
     """Where in all sequences of a batch tokens of images are, and all others."""
 
     images: Tensor  # [N]
-    others: Tensor  # [S - N]
+    rest: Tensor  # [S - N]
 
 
 class Qwen3VLModel(nn.Module):
