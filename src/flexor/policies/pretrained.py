@@ -137,7 +137,7 @@ class Pretrained:
         if not self.policy.continues_chunks:
             raise FlexorError(
                 f"policy.type={kind} can't continue a chunk that is being executed: only policies that denoise "
-                "chunks can (smolvla, pi0, pi05, eo1, xvla). Leave out `previous`."
+                "chunks can (smolvla, pi0, pi05, eo1, xvla, wall_x). Leave out `previous`."
             )
         if previous.ndim != 3 or not previous.shape[1] or previous.shape[2] != actions:
             raise FlexorError(
