@@ -12,8 +12,8 @@ LEROBOT = "lerobot==0.6.1"
 TORCH = ["torch==2.7.1", "torchvision==0.22.1"]
 # Its builds end in +cpu, which pip takes for newer, and need no CUDA.
 TORCH_INDEX = "https://download.pytorch.org/whl/cpu"
-# What its extras `training`, `diffusion`, `multi-task-dit`, `smolvla`, `wallx` and `peft` need to train on a CPU, besides torch.
-# Installed without resolving, because the resolver would also bring robots' drivers and a viewer.
+# What its extras `training`, `diffusion`, `multi-task-dit`, `smolvla`, `wallx` and `peft` need to train on a CPU,
+# besides torch. Installed without resolving, because the resolver would also bring robots' drivers and a viewer.
 DEPENDENCIES = """
 accelerate==1.15.0 aiohappyeyeballs aiohttp aiosignal anyio attrs av==15.1.0 certifi charset-normalizer
 click cloudpickle datasets==4.8.5 diffusers==0.39.0 dill==0.4.1 docopt draccus==0.11.6 einops==0.8.2
