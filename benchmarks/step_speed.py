@@ -7,8 +7,8 @@ machine. LeRobot 0.6.1 is measured if it is installed here, in float32 and in bf
 LeRobot runs with the settings of torch that its own train command makes (`as_lerobot_trains`).
 Cameras are 2 of 480x640 for ACT, Diffusion Policy, Multi-Task DiT, SmolVLA, EO-1 and WALL-X, 2 of 224x224 for pi0, 1
 of 96x96 for VQ-BeT (its second phase), 1 of 84x84 for TD-MPC, 2 of 256x256 for X-VLA. Multi-Task DiT has a CLIP
-ViT-B/16 with random weights, SmolVLA a random SmolVLM2 of 500 M, pi0 a random PaliGemma, EO-1 a random Qwen2.5-VL of 3 B, whose
-own type is bfloat16, X-VLA a random Florence-2 large, WALL-X random weights of the published size: they need
+ViT-B/16 with random weights, SmolVLA a random SmolVLM2 of 500 M, pi0 a random PaliGemma, EO-1 a random Qwen2.5-VL of
+3 B, whose own type is bfloat16, X-VLA a random Florence-2 large, WALL-X random weights of the published size: they need
 `transformers`, but no Hub. EO-1's images are resized before the step in LeRobot, and in the step here. LeRobot's WALL-X
 needs torchdiffeq and qwen-vl-utils, and resizes images and writes tokens in the step, as it does when it trains.
 """
