@@ -23,8 +23,8 @@ import torch
 
 import step_speed
 from flexor.bench.policy import computing_in, measure, untrained
+from flexor.core.batch import ACTION
 from flexor.core.console import table
-from flexor.policies.features import Kind
 from flexor.serve.open import Precision
 from step_speed import CASES, DEVICE, LARGE, as_lerobot_trains, lerobot_batch, lerobot_policy, settings
 
@@ -36,16 +36,11 @@ def lerobot_chunk(case: step_speed.Case, folder: Path, bf16: bool) -> float:
     """Milliseconds, without copies and processing."""
     config, policy, _ = lerobot_policy(case, folder)
     policy.to(DEVICE).eval()
-    batch = lerobot_batch(config, case.batch)
-    for name in config.output_features:
-        del batch[name]
-    # one frame, without the axis of several that a training sample may have
-    for name, feature in config.input_features.items():
-        if feature.type is Kind.VISUAL:
-            batch[name] = batch[name].reshape(case.batch, *feature.shape)
+    batch = {k: v for k, v in lerobot_batch(config, case.batch).items() if not k.startswith(ACTION)}
 
     def chunk() -> None:
         with torch.no_grad(), torch.autocast(DEVICE, torch.bfloat16) if bf16 else nullcontext():
+            policy.reset()
             policy.predict_action_chunk(dict(batch)).cpu()
 
     with as_lerobot_trains():

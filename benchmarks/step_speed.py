@@ -5,12 +5,14 @@
 Batches are made up and lie on the GPU. All cases run one after the other in this process, so that they meet the same
 machine. LeRobot 0.6.1 is measured if it is installed here, in float32 and in bf16; ratios are to the faster of the two.
 LeRobot runs with the settings of torch that its own train command makes (`as_lerobot_trains`).
-Cameras are 2 of 480x640 for ACT, Diffusion Policy, Multi-Task DiT, SmolVLA, EO-1 and GR00T, 2 of 224x224 for pi0, 1 of
-96x96 for VQ-BeT (its second phase), 1 of 84x84 for TD-MPC, 2 of 256x256 for X-VLA. Multi-Task DiT has a CLIP ViT-B/16
-with random weights, SmolVLA a random SmolVLM2 of 500 M, pi0 a random PaliGemma, EO-1 a random Qwen2.5-VL of 3 B, whose
-own type is bfloat16, X-VLA a random Florence-2 large, GR00T a random base model of 3 B: they need `transformers`, but
-no Hub. Images of EO-1 and GR00T are resized before the step in LeRobot, and in the step here. "images encoded once"
-begins with the features of a frozen image encoder, as a run does by itself; LeRobot has nothing like it.
+Cameras are 2 of 480x640 for ACT, Diffusion Policy, Multi-Task DiT, SmolVLA, EO-1, GR00T and WALL-X, 2 of 224x224 for
+pi0, 1 of 96x96 for VQ-BeT (its second phase), 1 of 84x84 for TD-MPC, 2 of 256x256 for X-VLA. Multi-Task DiT has a CLIP
+ViT-B/16 with random weights, SmolVLA a random SmolVLM2 of 500 M, pi0 a random PaliGemma, EO-1 a random Qwen2.5-VL of
+3 B, whose own type is bfloat16, X-VLA a random Florence-2 large, GR00T a random base model of 3 B, WALL-X random weights
+of the published size: they need `transformers`, but no Hub. Images of EO-1 and GR00T are resized before the step in
+LeRobot, and in the step here. LeRobot's WALL-X needs torchdiffeq and qwen-vl-utils, and resizes images and writes tokens
+in the step, as it does when it trains. "images encoded once" begins with the features of a frozen image encoder, as a
+run does by itself; LeRobot has nothing like it.
 """
 
 import argparse
@@ -32,11 +34,12 @@ from typing import Any, NamedTuple
 from unittest.mock import patch
 
 import torch
-from torch import Tensor
+from safetensors.torch import save_file
 
 from flexor.bench.step import RepeatedStep
 from flexor.config.parse import load_config
 from flexor.config.schema import TrainConfig
+from flexor.core.model_files import ModelFiles
 from flexor.plan.data.imagined_robot import Robot
 from flexor.policies.base import PolicyConfig
 from flexor.policies.eo1.config import EO1Config
@@ -46,13 +49,21 @@ from flexor.policies.groot.config import GrootConfig
 from flexor.policies.processing.tokenize import TASK_MASK, TASK_TOKENS
 from flexor.policies.vlm.florence_size import FLORENCE_2_LARGE
 from flexor.policies.vlm.smolvlm_size import BUILTIN_SIZES
+from flexor.policies.wall_x.config import WallXConfig
+from flexor.policies.wall_x.size import WALL_OSS_FLOW, describe_wall_x
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
+from parity.eo1 import qwen
 from parity.groot import lerobot as groot_files
 from parity.smolvla import vlms
+from parity.wall_x import models as walls
 
 DEVICE = "cuda"
-CLIP, VLM = "clip-vit-base-patch16", "smolvlm2-500m"  # LeRobot looks for "clip" in the name
+CLIP, VLM, WALL = (
+    "clip-vit-base-patch16",
+    "smolvlm2-500m",
+    "wall-oss-flow",
+)  # LeRobot looks for "clip" in the name
 WARM_UP, STEPS, WINDOWS = 6, 10, 3  # fewer steps if a step takes longer than 0.1 s
 
 
@@ -99,8 +110,10 @@ CASES = [
     Case("groot", 8, TWO, "images encoded once", flags=ONCE),
     Case("groot", 32, TWO, "images encoded once", flags=ONCE),
     Case("groot", 8, TWO, "full", {"tune_llm": True, "tune_visual": True}),
+    Case("wall_x", 8, TWO),
+    Case("wall_x", 32, TWO),
 ]
-LARGE = ("smolvla", "pi0", "eo1", "xvla", "groot")
+LARGE = ("smolvla", "pi0", "eo1", "xvla", "groot", "wall_x")
 POLICIES = list(dict.fromkeys(case.policy for case in CASES))
 PLAIN = ["--step=eager", "--precision=no", "--channels_last=false"]
 WAYS = {
@@ -204,6 +217,8 @@ def lerobot_policy(case: Case, folder: Path) -> tuple[PolicyConfig, Any, torch.o
         theirs |= {"vlm_config": ours.described_vlm(), "pretrained_path": folder}
     elif case.policy == "xvla":
         theirs |= {"florence_config": dict(FLORENCE_2_LARGE)}
+    elif case.policy == "wall_x":
+        theirs |= {"pretrained_name_or_path": str(write_wall(folder / WALL))}
     elif case.policy in ("act", "diffusion", "vqbet"):
         theirs["pretrained_backbone_weights"] = None
     config = make_policy_config(case.policy, **theirs, **case.settings)
@@ -255,10 +270,31 @@ def write_vlm(folder: Path) -> None:
     (folder / "config.json").write_text(json.dumps(sizes))
 
 
-def lerobot_batch(config: PolicyConfig, size: int) -> dict[str, Tensor]:
+def write_wall(folder: Path) -> Path:
+    """What LeRobot reads of a WALL-X: the published sizes, a tokenizer of as many words, no weights."""
+    if not (folder / "config.json").is_file():
+        folder.mkdir(parents=True)
+        described = describe_wall_x(ModelFiles(WALL_OSS_FLOW, ""))
+        rows = described["text_config"]["vocab_size"]
+        added = walls.ADDED[:2]
+        fill = [
+            f"word{number}" for number in range(rows - len(walls.SPECIAL) - len(walls.WORDS) - len(added))
+        ]
+        words = [*walls.SPECIAL, *walls.WORDS, *fill, *added]
+        special = ("image_pad", "video_pad", "vision_start", "vision_end")
+        numbers = {name: words.index(f"<|{name}|>") for name in special}
+        ids = {f"{name.removesuffix('_pad')}_token_id": number for name, number in numbers.items()}
+        qwen.make_tokenizer(folder, walls.SPECIAL, [*walls.WORDS, *fill, *added])
+        qwen.make_processor(folder)
+        qwen.write(folder / "config.json", described | ids)
+        save_file({}, folder / "model.safetensors", metadata={"format": "pt"})
+    return folder
+
+
+def lerobot_batch(config: PolicyConfig, size: int) -> dict[str, Any]:
     """Normalised values on the GPU, as LeRobot's processing hands them on."""
     deltas = deltas_of(config)
-    batch: dict[str, Tensor] = {"index": torch.arange(size, device=DEVICE)}
+    batch: dict[str, Any] = {"index": torch.arange(size, device=DEVICE)}
     for name, feature in {**config.input_features, **config.output_features}.items():
         steps = [len(deltas[name])] if name in deltas else []
         make = torch.rand if feature.type is Kind.VISUAL else torch.randn
@@ -273,6 +309,8 @@ def lerobot_batch(config: PolicyConfig, size: int) -> dict[str, Tensor]:
         batch |= eo1_conversation(config, size)
     if isinstance(config, GrootConfig):
         batch |= groot_inputs(config, size)
+    if isinstance(config, WallXConfig):
+        batch |= {"task": ["pick up the red cube and put it on the green block."] * size}
     if hasattr(config, "tokenizer_max_length"):
         shape = size, config.tokenizer_max_length
         batch |= {TASK_TOKENS: torch.randint(0, 1000, shape, device=DEVICE)}

@@ -12,8 +12,8 @@ LEROBOT = "lerobot==0.6.1"
 TORCH = ["torch==2.7.1", "torchvision==0.22.1"]
 # Its builds end in +cpu, which pip takes for newer, and need no CUDA.
 TORCH_INDEX = "https://download.pytorch.org/whl/cpu"
-# What its extras `training`, `diffusion`, `multi-task-dit`, `smolvla` and `peft` need to train on a CPU, besides torch.
-# Installed without resolving, because the resolver would also bring robots' drivers and a viewer.
+# What its extras `training`, `diffusion`, `multi-task-dit`, `smolvla`, `wallx` and `peft` need to train on a CPU,
+# besides torch. Installed without resolving, because the resolver would also bring robots' drivers and a viewer.
 DEPENDENCIES = """
 accelerate==1.15.0 aiohappyeyeballs aiohttp aiosignal anyio attrs av==15.1.0 certifi charset-normalizer
 click cloudpickle datasets==4.8.5 diffusers==0.39.0 dill==0.4.1 docopt draccus==0.11.6 einops==0.8.2
@@ -23,6 +23,7 @@ multidict multiprocess==0.70.19 mypy_extensions networkx num2words numpy==2.2.6 
 peft==0.21.2
 pandas==2.3.3 pillow propcache psutil pyarrow python-dateutil pytz PyYAML regex requests safetensors
 scipy setuptools sympy termcolor tokenizers==0.22.2 toml tqdm transformers==5.5.4 typing_extensions typing-inspect
+qwen-vl-utils==0.0.14 torchdiffeq==0.2.5
 tzdata urllib3 xxhash yarl zipp
 """
 

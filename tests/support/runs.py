@@ -43,7 +43,18 @@ def train(dataset: Path, run: Path, tiny: Sequence[str], *more: str) -> Path:
     return run
 
 
-FOLDERS = ("act", "diffusion", "vqbet", "tdmpc", "multi_task_dit", "pi0", "pi0_fast", "smolvla", "xvla")
+FOLDERS = (
+    "act",
+    "diffusion",
+    "vqbet",
+    "tdmpc",
+    "multi_task_dit",
+    "pi0",
+    "pi0_fast",
+    "smolvla",
+    "xvla",
+    "wall_x",
+)
 SERVER = multiprocessing.get_context("forkserver")
 SERVER.set_forkserver_preload(
     [

@@ -138,7 +138,7 @@ def test_other_lengths_need_a_policy_that_pads(lowdim, tmp_path, tiny_act, capsy
     flags = runs.flags(f"{lowdim},{tmp_path / 'longer'}", tmp_path / "run", tiny_act, "--steps=1")
     assert main(["train", *flags]) != 0
     assert "[2] in lowdim, [3] in longer" in (error := capsys.readouterr().err)
-    assert "pi0, pi05, pi0_fast, smolvla, eo1, xvla and groot" in error
+    assert "pi0, pi05, pi0_fast, smolvla, eo1, xvla, groot and wall_x" in error
 
 
 def test_plan_of_several_datasets(lowdim, other, tiny_act, capsys):

@@ -348,7 +348,7 @@ class Policy(nn.Module):
     """A policy: a config dataclass and a module. It does not depend on how it is trained."""
 
     Config: ClassVar[type[PolicyConfig]]
-    continues_chunks: ClassVar[bool] = False
+    continues_chunks: bool = False
     """Whether `predict` can continue the last chunk: see `nn/real_time.py`."""
     weight_names: ClassVar[WeightNames] = WeightNames()
     """How the names of its weights in files differ from those here."""

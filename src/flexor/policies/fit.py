@@ -116,7 +116,7 @@ def _check_padding(policy: PolicyConfig, dataset: Dataset) -> None:
             raise ConfigError(
                 f"{name} has different lengths in the datasets ({dataset.schema.padded[name]}), and policy.type="
                 f"{policy.type} supports only one. Policies that pad them are pi0, pi05, pi0_fast, smolvla, eo1, "
-                "xvla and groot."
+                "xvla, groot and wall_x."
             )
     if dataset.schema.blank and not policy.reads_camera_masks:
         log.warning(

@@ -14,6 +14,7 @@ from flexor.core.rng import Noise
 from flexor.policies.adapters import LoraConfig, add_adapters
 from flexor.policies.meta_init import parameters_without_memory
 from flexor.policies.nn import recompute
+from flexor.policies.nn.cast_to_bf16 import cast_to_bf16
 from flexor.policies.pretrained import Pretrained, load_pretrained, save_pretrained
 from flexor.policies.processing.host_steps import split_processing
 from flexor.policies.vlm.qwen2_5_vl import causal_mask
@@ -277,6 +278,19 @@ def test_lower_precision(dtype, files):
         assert loss.dtype == actions.dtype == torch.float32
         assert torch.allclose(loss, expected, rtol=0.05) and actions.isfinite().all()
         loss.mean().backward()
+
+
+def test_matrices_in_bfloat16(files):
+    """As --weights_dtype=bf16 stores them, and `flexor serve --dtype=bfloat16`."""
+    made = made_of("default", files)
+    batch = batch_of(made, "default", files)
+    expected = losses(made.policy, batch, 1, 2)
+    for parameter in made.policy.parameters():
+        parameter.data = parameter.data.bfloat16() if parameter.ndim > 1 else parameter.data
+    with torch.autocast("cpu", torch.bfloat16):
+        assert torch.allclose(losses(made.policy, batch, 1, 2), expected, rtol=0.05)
+        cast_to_bf16(made.policy)
+        assert chunk(made.policy, batch, 1, 2).isfinite().all()
 
 
 def test_actions_are_rounded_as_lerobots_unless_told_otherwise(files):

@@ -47,17 +47,11 @@ class ExpertMLPs(nn.Module):
         self.widths = [expert.width for expert in experts]
         self.experts = nn.ModuleList(GatedMLP(expert.width, expert.mlp_width, "silu") for expert in experts)
 
-    def forward(self, x: Tensor, actions: int) -> Tensor:
-        """x [B, S, D], whose last `actions` tokens stand for actions -> [B, S, D]."""
-        words = x.shape[1] - actions
-        parts = ((WORDS, x[:, :words]), (ACTIONS, x[:, words:]))
-        outputs = [self._expert(number, part) for number, part in parts if part.shape[1]]
-        return outputs[0] if len(outputs) == 1 else torch.cat(outputs, 1)
-
-    def _expert(self, number: int, x: Tensor) -> Tensor:
-        """Channels that the expert does not read get zeros."""
-        width = self.widths[number]
-        return F.pad(self.experts[number](x[..., :width]), (0, x.shape[-1] - width))
+    def forward(self, x: Tensor, kind: int) -> Tensor:
+        """Tokens of one kind [B, S, D] -> the same shape. Channels that the expert does not read get zeros."""
+        width, rest = self.widths[kind], x.shape[-1] - self.widths[kind]
+        out = self.experts[kind](x[..., :width])
+        return F.pad(out, (0, rest)) if rest else out
 
 
 class RoutedLayer(TransformerLayer):
@@ -86,8 +80,14 @@ class RoutedLayer(TransformerLayer):
             return x, new
         if not self.routes:
             return self.add_mlp(x, condition), new
-        normed, gate = self.post_attention_layernorm(x, condition)
-        return self.add(x, self.moe(normed, actions), gate), new
+        words = x.shape[1] - actions
+        parts = ((WORDS, x[:, :words]), (ACTIONS, x[:, words:]))
+        outputs = [self.route(part, kind) for kind, part in parts if part.shape[1]]
+        return outputs[0] if len(outputs) == 1 else torch.cat(outputs, 1), new
+
+    def route(self, x: Tensor, kind: int) -> Tensor:
+        """The second half of the layer, for tokens of one kind."""
+        return self.add(x, self.moe(self.post_attention_layernorm(x)[0], kind))
 
 
 class RoutedTransformer(Transformer):
@@ -110,7 +110,7 @@ class RoutedTransformer(Transformer):
         return self.norm(x)[0]
 
 
-class ActionHead(nn.Module):
+class WallXActionHead(nn.Module):
     """States and noisy actions -> tokens, and hidden states -> velocities. It also reads which values are real."""
 
     def __init__(self, width: int, action_values: int, state_values: int):
@@ -161,7 +161,7 @@ class WallXNetwork(QwenSequence):
         self.model = RoutedTransformer(text, size.vlm.vocabulary, size.experts)
         self.lm_head = language_head(self.model, size.vlm.tied)
         self.visual = QwenVision(size.vlm.vision, grids)
-        self.action_preprocessor = ActionHead(text.width, size.action_values, size.state_values)
+        self.action_preprocessor = WallXActionHead(text.width, size.action_values, size.state_values)
 
     @property
     def vision(self) -> QwenVision:

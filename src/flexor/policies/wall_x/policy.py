@@ -50,7 +50,6 @@ class Values(NamedTuple):
 class WallX(AutoregressivePolicy):
     Config = WallXConfig
     config: WallXConfig
-    continues_chunks = True
     optimizes_frozen = True
 
     def __init__(self, config: WallXConfig):
@@ -59,6 +58,7 @@ class WallX(AutoregressivePolicy):
         if config.model_dtype == torch.bfloat16:
             self.model.cast_to_bf16()
         self.model.freeze_unused(config.writes_tokens)
+        self.continues_chunks = not config.writes_tokens
         self.prepare_images = WallXImages(config.grids)
         self.flow = FlowMatching(steps=config.num_denoise_steps, time_beta=(1.5, 1.0), time_max=0.999)
         if config.gradient_checkpointing:
