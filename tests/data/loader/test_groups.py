@@ -45,7 +45,7 @@ def test_groups_are_the_steps_one_by_one(cache, order, windows, ranks, dataset, 
     monkeypatch.setattr(module, "GROUP_SAMPLES", 1)
     loader = load(dataset, cache, order, windows, **shape)
     alone = list(loader.steps(5, 41))
-    assert len(loader.steps_of(7)) == 1 and len(steps) == len(alone) == 36
+    assert loader.grouped == 1 and len(steps) == len(alone) == 36
     for step, expected in zip(steps, alone):
         assert len(step) == len(expected) == 2
         assert all(same(a, b) for a, b in zip(step, expected)) and (ACTION in step[0])
