@@ -12,10 +12,10 @@ from flexor.data.order.decode_units import Units, build_units
 from flexor.data.order.order import (
     BLOCK,
     Permutation,
+    Permutations,
     StreamingOrder,
     StreamOnceOrder,
     UniformOrder,
-    permute_within,
 )
 from flexor.data.order.shuffle_quality import shuffle_quality
 
@@ -105,11 +105,13 @@ def test_many_permutations_at_once_are_bijections(ranges):
     offsets = np.concatenate([np.arange(size) for size, _ in ranges])
     sizes = np.concatenate([np.full(size, size) for size, _ in ranges])
     keys = np.concatenate([np.full(size, key, np.uint64) for size, key in ranges])
-    values = permute_within(offsets, sizes, keys)
+    permutations, numbers = Permutations(sizes, keys), np.arange(len(sizes))
+    values = permutations(numbers, offsets)
+    assert np.array_equal(permutations.inverse(numbers, values), offsets)
     for _, key in ranges:
         group = values[keys == np.uint64(key)]
         assert np.array_equal(np.sort(group), np.arange(len(group)))
-    assert np.array_equal(permute_within(offsets[::-3], sizes[::-3], keys[::-3]), values[::-3])
+    assert np.array_equal(permutations(numbers[::-3], offsets[::-3]), values[::-3])
 
 
 @given(units(), lanes_and_pools, st.integers(1, 70), st.integers(0, 2**40))

@@ -28,9 +28,7 @@ from flexor.data.video.decode_request import DecodeAnswer
 __all__ = ["FrameDecoder"]
 
 FRAMES = 32  # approximate number of frames of all cameras that are decoded with one request
-REQUEST_BYTES = (
-    1 << 20
-)  # of these frames, for a process: a request costs the interpreter as much as some small frames
+REQUEST_BYTES = 4 << 20  # of these frames, for a process: a request costs as much as some small frames
 
 
 @dataclass(eq=False)

@@ -27,6 +27,7 @@ from flexor.data.loader.assemble import Batcher, HostSteps, to_tensors
 from flexor.data.loader.decoded_frames import DecodedFrames
 from flexor.data.loader.order_planner import OrderPlanner
 from flexor.data.loader.prefetch import Prefetcher
+from flexor.data.loader.step_groups import StepGroups
 from flexor.data.loader.work_time import work_since
 from flexor.data.mixture.mixed import MixedDataset
 from flexor.data.order.mixed import MixedOrder
@@ -39,9 +40,10 @@ __all__ = ["Loader", "sample_rows", "to_tensors", "valid_steps", "weight_scale"]
 PROBLEMS = ("bad_frames", "skipped_samples", "substituted_samples")
 PREFETCH_BYTES = 256 << 20  # limit for assembled batches that wait; one is always allowed
 PREFETCH_GROUPS = 8
-GROUP_SAMPLES = 256  # of steps that are handled together
+GROUP_SAMPLES = 1024  # of steps that are handled together
 GROUP_BYTES = 64 << 20  # of their images
-AHEAD_STEPS = 64  # planned ahead, if the pool has room
+AHEAD_SAMPLES = 16_384  # planned ahead, if the pool has room
+LEAST_AHEAD = 2  # groups
 DEFAULT_POOL = 1 << 30
 PLANNED_SAMPLES = 1 << 18  # of an order that are looked at together
 WEIGHT_EPSILON = 1e-6  # LeRobot's, added to a sum of weights
@@ -120,7 +122,7 @@ class Loader:
         memory = None if processes is None else processes.memory
         self.pool = Pool(self.pool_bytes, self.device if self.decoded_on_gpu else None, memory)
         frames = DecodedFrames(self.store, self.pool, self.cameras)
-        grouped = self.grouped
+        groups = StepGroups(range(start, stop), self.grouped)
         batcher = Batcher(
             self.dataset,
             self.deltas,
@@ -136,20 +138,19 @@ class Loader:
             store=self.store,
         )
         feed: Prefetcher[list[list[Batch] | Exception]] = Prefetcher(
-            self._planner(range(start, stop)),
+            self._planner(groups),
             self.store,
             frames,
             batcher.start,
             batcher.finish,
             threads=self.num_workers,
-            prefetch=prefetched_groups(grouped * self._step_bytes),
-            ahead=max(2, AHEAD_STEPS // grouped),
+            prefetch=prefetched_groups(self.grouped * self._step_bytes),
+            ahead=max(LEAST_AHEAD, AHEAD_SAMPLES // (self.grouped * self.batch_size * self.accumulation)),
             counters=self._counters,
             processes=processes,
         )
-        numbers = start // grouped, -(-stop // grouped)
-        with closing(feed.groups(*numbers)) as groups:  # its threads end when this iterator is closed
-            for batches in chain.from_iterable(groups):
+        with closing(feed.groups(groups.count)) as loaded:  # its threads end when this iterator is closed
+            for batches in chain.from_iterable(loaded):
                 if isinstance(batches, Exception):
                     raise batches
                 self._counters["delivered"] += self.frames_per_sample * self.batch_size * self.accumulation
@@ -249,13 +250,12 @@ class Loader:
             "decode_wait_s": max(0, count["decode_s_us"] - count["decode_cpu_s_us"]) / 1e6,
         }
 
-    def _planner(self, steps: range) -> OrderPlanner:
+    def _planner(self, groups: StepGroups) -> OrderPlanner:
         return OrderPlanner(
             self.order,
             self._frames,
             self.rows,
-            steps=steps,
-            grouped=self.grouped,
+            groups=groups,
             rank=self.rank,
             share=self.batch_size * self.accumulation,
             global_batch=self.global_batch,
@@ -264,7 +264,7 @@ class Loader:
 
     @cached_property
     def grouped(self) -> int:
-        """Steps of a group."""
+        """Steps of a group, after the first ones."""
         limit = min(GROUP_BYTES, self.pool_bytes // 4)
         return steps_of_group(self.batch_size * self.accumulation, self._step_bytes, limit)
 

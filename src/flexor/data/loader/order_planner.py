@@ -13,6 +13,7 @@ import numpy as np
 
 from flexor.data.loader.frame_sets import FrameSets
 from flexor.data.loader.step import GroupPlan, RemainingUnits, StepPlanner
+from flexor.data.loader.step_groups import StepGroups
 from flexor.data.order.order import SampleOrder, UnitSamples
 
 __all__ = ["OrderPlanner"]
@@ -24,7 +25,6 @@ BLOCK_SAMPLES = 4096  # of all ranks, about
 class _Block:
     """What one rank reads in some groups that follow each other."""
 
-    number: int
     steps: range
     plan: GroupPlan
     units: np.ndarray  # [N] those that come up for the first time, ascending
@@ -41,24 +41,22 @@ class OrderPlanner(StepPlanner):
         frames_of: Callable[[np.ndarray], dict[str, np.ndarray]],
         rows: np.ndarray,
         *,
-        steps: range,
-        grouped: int,
+        groups: StepGroups,
         rank: int,
         share: int,
         global_batch: int,
         cameras: list[str],
     ):
-        """`rows` of the order's samples; `frames_of(rows)`: frames of each camera's windows [n, T]; `steps` of the run,
-        `grouped` together; the rank's `share` of each global batch."""
+        """`rows` of the order's samples; `frames_of(rows)`: frames of each camera's windows [n, T]; `groups` of steps;
+        the rank's `share` of each global batch."""
         self.order, self.frames_of, self.rows, self.cameras = order, frames_of, rows, cameras
-        self.steps, self.grouped = steps, grouped
+        self.groups = groups
         self.rank, self.share, self.global_batch = rank, share, global_batch
-        self._blocked = max(1, BLOCK_SAMPLES // (global_batch * grouped))  # groups of a block
         self._current: _Block | None = None
         self._last: dict[int, int] = {}  # of units in use, the last group that reads each
 
     def steps_of(self, number: int) -> range:
-        return self._steps_of(number, number + 1)
+        return self.groups.of(number)
 
     def plan(self, number: int) -> GroupPlan:
         block, steps = self._block(number), self.steps_of(number)
@@ -88,18 +86,16 @@ class OrderPlanner(StepPlanner):
         frames = {camera: sets.take(order) for camera, sets in remaining.frames.items()}
         return RemainingUnits(frames, remaining.last[order])
 
-    def _steps_of(self, first: int, stop: int) -> range:
-        return range(max(self.steps.start, first * self.grouped), min(self.steps.stop, stop * self.grouped))
-
     def _block(self, number: int) -> _Block:
         """The block of a group."""
-        if self._current is None or self._current.number != number // self._blocked:
-            self._current = self._look_up(number // self._blocked)
+        if self._current is None or self.groups.of(number).start not in self._current.steps:
+            self._current = self._look_up(number)
         return self._current
 
-    def _look_up(self, number: int) -> _Block:
-        first = number * self._blocked
-        steps = self._steps_of(first, first + self._blocked)
+    def _look_up(self, first: int) -> _Block:
+        steps, number = self.groups.of(first), first + 1
+        while len(steps) * self.global_batch < BLOCK_SAMPLES and (following := self.groups.of(number)):
+            steps, number = range(steps.start, following.stop), number + 1
         selection = self.order.select(steps.start * self.global_batch, self.global_batch, len(steps))
         mine = slice(self.rank * self.share, (self.rank + 1) * self.share)
         sample, epoch, unit = (
@@ -114,14 +110,14 @@ class OrderPlanner(StepPlanner):
         )
         units, groups = self._new(keys, steps, first)
         plan = GroupPlan(rows, self.frames_of(rows), keys)
-        return _Block(number, steps, plan, units, groups, self._remaining(units, groups))
+        return _Block(steps, plan, units, groups, self._remaining(units, groups))
 
     def _new(self, keys: np.ndarray, steps: range, first_group: int) -> tuple[np.ndarray, np.ndarray]:
         """The units that no earlier group has, ascending, and the first group of each."""
         self._last = {unit: last for unit, last in self._last.items() if last >= first_group}
         units, first = np.unique(keys, return_index=True)
         new = np.array([unit >= 0 and unit not in self._last for unit in units.tolist()], bool)
-        return units[new], (steps.start + first[new] // self.share) // self.grouped
+        return units[new], self.groups.number_of(steps.start + first[new] // self.share)
 
     def _remaining(self, units: np.ndarray, groups: np.ndarray) -> RemainingUnits:
         """What groups[k] and later ones read of units[k]; both [N]."""
@@ -130,11 +126,8 @@ class OrderPlanner(StepPlanner):
             return RemainingUnits({c: FrameSets(none, none, np.zeros(1, int)) for c in self.cameras}, none)
         samples = self._samples_of(units)
         unit = np.repeat(np.arange(len(units)), np.diff(samples.edges))
-        group = samples.position // (self.global_batch * self.grouped)
-        # The first group of a run may begin in the middle of one: what comes before it was read by an earlier run.
-        later = (
-            samples.position >= np.maximum(groups * self.grouped, self.steps.start)[unit] * self.global_batch
-        )
+        group = self.groups.number_of(samples.position // self.global_batch)
+        later = group >= groups[unit]  # what comes before was read, maybe by an earlier run
         last = np.maximum.reduceat(group, samples.edges[:-1])
         self._last.update(zip(units.tolist(), last.tolist()))
         unit = unit[later]

@@ -69,8 +69,8 @@ class Prefetcher(Generic[T]):
         self.failure: BaseException | None = None
         self.changed = threading.Condition(threading.RLock())
 
-    def groups(self, start: int, stop: int) -> Generator[T]:
-        self.next_group = start
+    def groups(self, count: int) -> Generator[T]:
+        """What groups 0 ... count - 1 become."""
         self.reader_threads = ReaderThreads(self.threads, "loader")
         self.decoder = FrameDecoder(
             self.store,
@@ -86,11 +86,11 @@ class Prefetcher(Generic[T]):
         planner_thread = None
         if self.threads:
             planner_thread = threading.Thread(
-                target=self._plan_groups, args=(start, stop, groups), name="loader-plan", daemon=True
+                target=self._plan_groups, args=(count, groups), name="loader-plan", daemon=True
             )
             planner_thread.start()
         try:
-            for number in range(start, stop):
+            for number in range(count):
                 if planner_thread is None:
                     self._add(self._plan(number), groups)
                 yield self._take(groups)
@@ -118,9 +118,9 @@ class Prefetcher(Generic[T]):
         self._advance()
         return result
 
-    def _plan_groups(self, start: int, stop: int, groups: deque[StepGroup[T]]) -> None:
+    def _plan_groups(self, count: int, groups: deque[StepGroup[T]]) -> None:
         try:
-            for number in range(start, stop):
+            for number in range(count):
                 with self.changed:
                     self.changed.wait_for(lambda: len(self.outstanding) < self.ahead or self.closing)
                 started = work_clock()

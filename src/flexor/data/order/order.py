@@ -22,14 +22,13 @@ from flexor.data.order.decode_units import Units
 
 __all__ = [
     "Permutation",
+    "Permutations",
     "SampleOrder",
     "Selection",
     "StreamOnceOrder",
     "StreamingOrder",
     "UniformOrder",
     "UnitSamples",
-    "permute_within",
-    "restore_within",
 ]
 
 ROUNDS = 6
@@ -123,33 +122,34 @@ class Permutation:
         return values.astype(np.int64)
 
 
-def permute_within(offsets: np.ndarray, sizes: np.ndarray, keys: np.ndarray) -> np.ndarray:
-    """Many permutations at once: offsets [n] in ranges of sizes [n], permuted by uint64 keys [n].
+class Permutations:
+    """Pseudo-random bijections of many ranges, each with a size and a uint64 key, both [K]."""
 
-    Offsets with the same key must have the same size; together they are a bijection of range(size).
-    """
-    return _within(_feistel, offsets, sizes, keys)
+    def __init__(self, sizes: np.ndarray, keys: np.ndarray):
+        self._sizes = sizes.astype(np.uint64)
+        self._bits = (1 + np.searchsorted(4 ** np.arange(1, 32), sizes)).astype(np.uint64)  # as _half_bits
+        self._keys = [mix_numpy(keys + np.uint64(key_of("round", round_))) for round_ in range(ROUNDS)]
 
+    def __call__(self, numbers: np.ndarray, offsets: np.ndarray) -> np.ndarray:
+        """offsets[i] in the range of that number, permuted; both [n]."""
+        return self._apply(_feistel, numbers, offsets)
 
-def restore_within(offsets: np.ndarray, sizes: np.ndarray, keys: np.ndarray) -> np.ndarray:
-    """The inverse of `permute_within`."""
-    return _within(_feistel_inverse, offsets, sizes, keys)
+    def inverse(self, numbers: np.ndarray, offsets: np.ndarray) -> np.ndarray:
+        """The offsets that are permuted to these."""
+        return self._apply(_feistel_inverse, numbers, offsets)
 
-
-def _within(
-    bijection: Callable[..., np.ndarray], offsets: np.ndarray, sizes: np.ndarray, keys: np.ndarray
-) -> np.ndarray:
-    """A bijection of a power of four, applied until the values are in range."""
-    bits = (1 + np.searchsorted(4 ** np.arange(1, 32), sizes)).astype(np.uint64)  # as _half_bits
-    round_keys = [mix_numpy(keys + np.uint64(key_of("round", round_))) for round_ in range(ROUNDS)]
-    values = np.array(offsets, np.uint64)
-    out_of_range = np.arange(len(values))
-    while len(out_of_range):
-        values[out_of_range] = bijection(
-            values[out_of_range], bits[out_of_range], [key[out_of_range] for key in round_keys]
-        )
-        out_of_range = out_of_range[values[out_of_range] >= sizes[out_of_range].astype(np.uint64)]
-    return values.astype(np.int64)
+    def _apply(
+        self, bijection: Callable[..., np.ndarray], numbers: np.ndarray, offsets: np.ndarray
+    ) -> np.ndarray:
+        """A bijection of a power of four, applied until the values are in range."""
+        values = np.array(offsets, np.uint64)
+        places, rest = np.arange(len(values)), values
+        while len(places):
+            rest = bijection(rest, self._bits[numbers], [key[numbers] for key in self._keys])
+            values[places] = rest
+            outside = np.flatnonzero(rest >= self._sizes[numbers])
+            places, rest, numbers = places[outside], rest[outside], numbers[outside]
+        return values.astype(np.int64)
 
 
 def _half_bits(size: int) -> int:
@@ -268,9 +268,8 @@ class StreamingOrder(SampleOrder):
         k = np.arange(edges[-1]) - np.repeat(edges[:-1], count)
         begin = table.piece_edges[table.places[units]]  # in the epoch's line
         pool = np.repeat(np.searchsorted(table.pool_edges, begin, side="right") - 1, count)
-        first, end = table.pool_edges[pool], table.pool_edges[pool + 1]
-        offsets = np.repeat(begin, count) + k - first
-        offsets = first + restore_within(offsets, end - first, table.pool_keys[pool])
+        first = table.pool_edges[pool]
+        offsets = first + table.in_pool.inverse(pool, np.repeat(begin, count) + k - first)
         lane = np.repeat(np.searchsorted(self._lane_pieces, units, side="right") - 1, count)
         position = epoch * self.size + (offsets - self._bounds[lane]) * self.lanes + lane
         skip, unit = (np.repeat(column[units], count) for column in (self._piece_skip, self._piece_unit))
@@ -289,8 +288,8 @@ class StreamingOrder(SampleOrder):
     def _look_up(self, table: _EpochTable, offsets: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """Sample, piece and pool (numbered over all lanes) at spots [n] of an epoch's line."""
         pool = np.searchsorted(table.pool_edges, offsets, side="right") - 1
-        first, end = table.pool_edges[pool], table.pool_edges[pool + 1]
-        offsets = first + permute_within(offsets - first, end - first, table.pool_keys[pool])
+        first = table.pool_edges[pool]
+        offsets = first + table.in_pool(pool, offsets - first)
         place = np.searchsorted(table.piece_edges, offsets, side="right") - 1
         piece = table.pieces[place]
         k = self._piece_skip[piece] + offsets - table.piece_edges[place]
@@ -318,17 +317,19 @@ class StreamingOrder(SampleOrder):
         lane = np.repeat(np.arange(self.lanes), in_lane)  # [P]
         first = self._lane_pieces[:-1][lane]
         lane_keys = mix_numpy(key + np.arange(self.lanes, dtype=np.uint64))
-        pieces = first + permute_within(np.arange(len(lane)) - first, in_lane[lane], lane_keys[lane])
+        pieces = first + Permutations(in_lane, lane_keys)(lane, np.arange(len(lane)) - first)
         edges = np.append(0, np.cumsum(self._piece_count[pieces]))
         pool_places = np.unique(np.searchsorted(edges, self._pool_bounds))  # [Q + 1]
         places = np.empty_like(pieces)
         places[pieces] = np.arange(len(pieces))
+        pool_edges = edges[pool_places]
+        pool_keys = mix_numpy(mix_numpy(key) + np.arange(len(pool_places) - 1, dtype=np.uint64))
         return _EpochTable(
             pieces=pieces,
             places=places,
             piece_edges=edges,
-            pool_edges=edges[pool_places],
-            pool_keys=mix_numpy(mix_numpy(key) + np.arange(len(pool_places) - 1, dtype=np.uint64)),
+            pool_edges=pool_edges,
+            in_pool=Permutations(np.diff(pool_edges), pool_keys),
             lane_pools=np.searchsorted(pool_places, self._lane_pieces),
         )
 
@@ -341,7 +342,7 @@ class _EpochTable:
     places: np.ndarray  # [P] place of each piece
     piece_edges: np.ndarray  # [P + 1] samples before it
     pool_edges: np.ndarray  # [Q + 1] samples before each pool
-    pool_keys: np.ndarray  # [Q] uint64
+    in_pool: Permutations  # of the samples of each pool
     lane_pools: np.ndarray  # [lanes + 1] pools before each lane
 
 
