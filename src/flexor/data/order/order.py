@@ -17,7 +17,7 @@ from functools import lru_cache
 
 import numpy as np
 
-from flexor.core.rng import key_of, mix_numpy
+from flexor.core.rng import key_of, mix_in_place, mix_numpy
 from flexor.data.order.decode_units import Units
 
 __all__ = [
@@ -163,7 +163,8 @@ def _feistel(
     mask = (np.uint64(1) << bits) - np.uint64(1)
     left, right = x >> bits, x & mask
     for key in keys:
-        left, right = right, left ^ (mix_numpy(right + key) & mask)
+        left ^= mix_in_place(right + key) & mask
+        left, right = right, left
     return (left << bits) | right
 
 
@@ -171,7 +172,8 @@ def _feistel_inverse(x: np.ndarray, bits: np.ndarray, keys: Sequence[np.ndarray]
     mask = (np.uint64(1) << bits) - np.uint64(1)
     left, right = x >> bits, x & mask
     for key in reversed(keys):
-        left, right = right ^ (mix_numpy(left + key) & mask), left
+        right ^= mix_in_place(left + key) & mask
+        left, right = right, left
     return (left << bits) | right
 
 
