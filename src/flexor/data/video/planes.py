@@ -5,6 +5,7 @@ Other formats (10 bit, 4:4:4, odd sizes, palettes) are rare, take about as many 
 handles each differently: they are converted to RGB immediately.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from fractions import Fraction
 from functools import cached_property, lru_cache
@@ -172,6 +173,53 @@ def to_rgb(format: PlaneFormat, planes: np.ndarray, out: np.ndarray) -> None:
 
 
 def _gather(frame: av.VideoFrame, format: PlaneFormat, out: np.ndarray) -> None:
+    """Copy a frame's planes without their padding."""
+    tags = frame.colorspace, frame.color_range
+    key = ("gather", frame.format.name, frame.height, frame.width, tags, format.nbytes)
+    gather = colour.per_thread(key, lambda: _fastest_gather(frame, format))
+    gather(frame, format, out)
+
+
+Gather = Callable[[av.VideoFrame, PlaneFormat, np.ndarray], None]
+
+
+def _fastest_gather(frame: av.VideoFrame, format: PlaneFormat) -> Gather:
+    """FFmpeg's encoder of raw video copies small planes in half the time that numpy takes. It is used if PyAV converts
+    nothing before: that is tried with noise that is tagged like the frame."""
+    encoder = _raw_encoder(frame)
+    noise = _noise_like(frame)
+
+    def encode(frame: av.VideoFrame, format: PlaneFormat, out: np.ndarray) -> None:
+        (packet,) = encoder.encode(frame)
+        memoryview(out)[:] = memoryview(packet)
+
+    copied, encoded = np.zeros((2, format.nbytes), np.uint8)
+    _gather_planes(noise, format, copied)
+    try:
+        encode(noise, format, encoded)
+    except (av.FFmpegError, ValueError):  # it has padding of its own
+        return _gather_planes
+    return encode if np.array_equal(copied, encoded) else _gather_planes
+
+
+def _noise_like(frame: av.VideoFrame) -> av.VideoFrame:
+    noise = av.VideoFrame(frame.width, frame.height, frame.format.name)
+    noise.colorspace, noise.color_range = frame.colorspace, frame.color_range
+    random = np.random.default_rng(0)
+    for plane in noise.planes:
+        colour.rows(plane)[:] = random.integers(0, 256, colour.rows(plane).shape, np.uint8)
+    return noise
+
+
+def _raw_encoder(frame: av.VideoFrame) -> Any:
+    encoder: Any = av.CodecContext.create("rawvideo", "w")
+    encoder.width, encoder.height, encoder.pix_fmt = frame.width, frame.height, frame.format.name
+    encoder.time_base = Fraction(1, 1)
+    encoder.thread_count = 1
+    return encoder
+
+
+def _gather_planes(frame: av.VideoFrame, format: PlaneFormat, out: np.ndarray) -> None:
     for plane, part in zip(frame.planes, format.split(out)):
         part[:] = colour.rows(plane)[:, : part.shape[1]]
 
