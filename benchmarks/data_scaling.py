@@ -16,7 +16,6 @@ from typing import Any
 
 import data_sets
 import measuring
-
 from flexor.bench import limits
 from flexor.bench.data import Options, bench_data
 from flexor.config.schema import DatasetConfig, TrainConfig
@@ -27,8 +26,20 @@ from flexor.data.settings import CacheConfig
 BATCH = 64
 MADE = {"av1_gop2_96": (20, 300), "av1_gop2_256": (6, 300), "av1_gop2": (6, 240)}
 POOL_BYTES = 2_000_000_000  # the most that streaming takes by itself
-FIELDS = ("threads", "frames_per_s_node", "decode_limit_frames_per_s", "memory_limit_frames_per_s", "of_limit", "shares")
-MORE_FIELDS = ("cpu_s_per_frame", "frames_decoded_per_frame_delivered", "peak_memory_bytes", "first_batch_latency_s")
+FIELDS = (
+    "threads",
+    "frames_per_s_node",
+    "decode_limit_frames_per_s",
+    "memory_limit_frames_per_s",
+    "of_limit",
+    "shares",
+)
+MORE_FIELDS = (
+    "cpu_s_per_frame",
+    "frames_decoded_per_frame_delivered",
+    "peak_memory_bytes",
+    "first_batch_latency_s",
+)
 
 
 def main() -> None:

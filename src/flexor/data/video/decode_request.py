@@ -10,6 +10,7 @@ import time
 from bisect import bisect_right
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from functools import lru_cache
 from itertools import pairwise
 
 import av
@@ -81,7 +82,7 @@ def decode_request(
     """Decode; `slot(offset, bytes)` is a frame's memory, `index_at(offset)` the index that begins there.
 
     The only errors that it raises are those of the program."""
-    answer = DecodeAnswer()
+    answer, format = DecodeAnswer(), _same_format(request.format)
     wall, cpu, read, count = time.perf_counter(), time.thread_time(), read_seconds(), bytes_read()
     order = np.lexsort(request.places[1::-1])
     files, frames, offsets = request.places[:, order]
@@ -95,13 +96,19 @@ def decode_request(
             index = index_at(file)
             if file in request.packets:
                 index = replace(index, ranges=request.packets[file])
-            bad = _decode_file(request.format, index, frames[part], offsets[part], slot)
+            bad = _decode_file(format, index, frames[part], offsets[part], slot)
             answer.bad |= {int(order[first + place]): reason for place, reason in bad.items()}
     except SourceError as error:
         answer.unreachable = str(error)
     answer.wall_s, answer.cpu_s = time.perf_counter() - wall, time.thread_time() - cpu
     answer.read_s, answer.bytes_read = read_seconds() - read, bytes_read() - count
     return answer
+
+
+@lru_cache
+def _same_format(format: PlaneFormat) -> PlaneFormat:
+    """The same object for equal formats: comparing it with itself is fast."""
+    return format
 
 
 def _decode_file(
