@@ -26,20 +26,8 @@ from flexor.data.settings import CacheConfig
 BATCH = 64
 MADE = {"av1_gop2_96": (20, 300), "av1_gop2_256": (6, 300), "av1_gop2": (6, 240)}
 POOL_BYTES = 2_000_000_000  # the most that streaming takes by itself
-FIELDS = (
-    "threads",
-    "frames_per_s_node",
-    "decode_limit_frames_per_s",
-    "memory_limit_frames_per_s",
-    "of_limit",
-    "shares",
-)
-MORE_FIELDS = (
-    "cpu_s_per_frame",
-    "frames_decoded_per_frame_delivered",
-    "peak_memory_bytes",
-    "first_batch_latency_s",
-)
+RATES = ("threads", "frames_per_s_node", "decode_limit_frames_per_s", "memory_limit_frames_per_s", "of_limit")
+COSTS = ("shares", "cpu_s_per_frame", "frames_decoded_per_frame_delivered", "peak_memory_bytes")
 
 
 def main() -> None:
@@ -84,7 +72,7 @@ def measure_dataset(root: Path, args: argparse.Namespace) -> list[dict[str, Any]
         settings = DatasetConfig(root=str(root), cache=cache, decode_in="processes", on_bad_frame="skip")
         config = replace(TrainConfig(), dataset=settings, batch_size=BATCH, num_workers=workers)
         report = bench_data(config, Options(ranks=ranks, batches=steps, warmup=warmup))
-        measured.append({"ranks": ranks, **{name: report[name] for name in (*FIELDS, *MORE_FIELDS)}})
+        measured.append({"ranks": ranks, **{name: report[name] for name in (*RATES, *COSTS)}})
         print(line(root.name, measured[-1]), flush=True)
     return measured
 

@@ -95,8 +95,8 @@ class FramePlaces:
             index = file.index
             ranges = index.ranges
             local = isinstance(ranges, LocalRanges)
-            there = index if local else replace(index, ranges=PacketBytes(ranges.name, ranges.size, []))
-            offset, shared = write_index(there, self.memory.take)
+            portable = index if local else replace(index, ranges=PacketBytes(ranges.name, ranges.size, []))
+            offset, shared = write_index(portable, self.memory.take)
             file.replace_index(replace(shared, ranges=ranges))
             self._indexed[id(file)] = offset
             if not local:

@@ -57,6 +57,6 @@ class FrameSets:
         places = np.arange(edges[-1]) + np.repeat(self.edges[sets] - edges[:-1], counts)
         return FrameSets(self.ids[places], self.uses[places], edges)
 
-    def only(self, kept: np.ndarray) -> FrameSets:
+    def only(self, mask: np.ndarray) -> FrameSets:
         """Some frames of each set: bool [n]."""
-        return FrameSets(self.ids[kept], self.uses[kept], np.append(0, np.cumsum(kept))[self.edges])
+        return FrameSets(self.ids[mask], self.uses[mask], np.append(0, np.cumsum(mask))[self.edges])
