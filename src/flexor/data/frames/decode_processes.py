@@ -32,7 +32,7 @@ from flexor.data.video.decode_worker import IGNORED_SIGNALS, LENGTH, message
 __all__ = ["Answered", "DecodeProcesses", "processes_available"]
 
 NEXT_BYTES = (
-    4 << 20
+    8 << 20
 )  # of frames; a process that has fewer to decode gets a further request, so that it never waits
 CHUNK = 1 << 20  # bytes received at once
 WORKER = "flexor.data.video.decode_worker"
