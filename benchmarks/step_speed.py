@@ -8,10 +8,10 @@ LeRobot runs with the settings of torch that its own train command makes (`as_le
 Cameras are 2 of 480x640 for ACT, Diffusion Policy, Multi-Task DiT, SmolVLA, EO-1, GR00T and WALL-X, 2 of 224x224 for
 pi0, 1 of 96x96 for VQ-BeT (its second phase), 1 of 84x84 for TD-MPC, 2 of 256x256 for X-VLA. Multi-Task DiT has a CLIP
 ViT-B/16 with random weights, SmolVLA a random SmolVLM2 of 500 M, pi0 a random PaliGemma, EO-1 a random Qwen2.5-VL of
-3 B, whose own type is bfloat16, X-VLA a random Florence-2 large, GR00T a random base model of 3 B, WALL-X random weights
+3 B, whose own type is bfloat16, X-VLA a random Florence-2 large, GR00T a random base model of 3 B, WALL-X weights
 of the published size: they need `transformers`, but no Hub. Images of EO-1 and GR00T are resized before the step in
-LeRobot, and in the step here. LeRobot's WALL-X needs torchdiffeq and qwen-vl-utils, and resizes images and writes tokens
-in the step, as it does when it trains. "images encoded once" begins with the features of a frozen image encoder, as a
+LeRobot, and in the step here. LeRobot's WALL-X needs torchdiffeq and qwen-vl-utils, and resizes images and
+writes tokens in the step, as it does when it trains. "images encoded once" begins with the features of a frozen image encoder, as a
 run does by itself; LeRobot has nothing like it.
 """
 

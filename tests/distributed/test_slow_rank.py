@@ -44,8 +44,8 @@ def read_late(step: int) -> None:
     loader.GROUP_SAMPLES = 1
     real = Prefetcher.groups
 
-    def late(self: Any, start: int, stop: int) -> Iterator[Any]:
-        for number, batches in enumerate(real(self, start, stop), start + 1):
+    def late(self: Any, count: int) -> Iterator[Any]:
+        for number, batches in enumerate(real(self, count), 1):
             if number == step:
                 time.sleep(SLEEP_S)
             yield batches

@@ -60,8 +60,11 @@ def is_remote(dataset: Dataset, cameras: Sequence[str]) -> bool:
     return any(isinstance(c, VideoClip) and not Path(c.file.index.ranges.name).is_file() for c in clips)
 
 
-def decode_limit(dataset: Dataset, cameras: Sequence[str], threads: int, seconds: float = SECONDS) -> float:
+def decode_limit(
+    dataset: Dataset, cameras: Sequence[str], threads: int, seconds: float | None = None
+) -> float:
     """Frames per second of decoding with this many threads; frames are dropped."""
+    seconds = seconds or SECONDS
     runs = _runs(dataset, cameras)
     # a pass that ends early must not use only one camera
     order = np.random.default_rng(0).permutation(len(runs))

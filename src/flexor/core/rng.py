@@ -39,6 +39,15 @@ def mix_numpy(x: np.ndarray) -> np.ndarray:
     return x ^ (x >> np.uint64(31))
 
 
+def mix_in_place(x: np.ndarray) -> np.ndarray:
+    """The same, of an array that is not needed any more: in less time."""
+    for shift, factor in ((30, _MIX[0]), (27, _MIX[1])):
+        x ^= x >> np.uint64(shift)
+        x *= np.uint64(factor)
+    x ^= x >> np.uint64(31)
+    return x
+
+
 def _mix(x: Tensor) -> Tensor:
     """The same on int64 tensors: multiplication wraps, and a right shift must not copy the sign bit."""
     for shift, factor in ((30, _MIX[0]), (27, _MIX[1])):

@@ -16,7 +16,8 @@ import torch
 from flexor.core.batch import SAMPLE_ID
 from flexor.core.errors import DatasetError, FlexorError, SourceError
 from flexor.data.dataset import open_dataset
-from flexor.data.frames.decode_processes import DecodeProcesses, SharedMemory
+from flexor.data.frames.decode_processes import DecodeProcesses
+from flexor.data.frames.shared_memory import SharedMemory
 from flexor.data.frames.slots import Pool
 from flexor.data.loader.open import open_loader
 from flexor.data.settings import CacheConfig, DatasetConfig, OrderConfig
@@ -193,7 +194,7 @@ def test_slots_are_where_processes_find_them():
 
 
 def test_closing_what_never_started():
-    processes = DecodeProcesses(3)
+    processes = DecodeProcesses(3, SharedMemory())
     assert processes.process_ids == []
     processes.close()
     assert np.array_equal(children(), [])

@@ -29,7 +29,7 @@ def test_like_a_dictionary_of_each_piece(pieces, data):
         if data.draw(st.integers(0, 3)) == 0:
             gone = data.draw(st.integers(0, number))
             removed = sorted(slots.pop(key) for key in [*slots] if key[0] == gone)
-            assert sorted(table.remove(gone).tolist()) == removed
+            assert sorted(table.remove(np.array([gone])).tolist()) == removed
             uses = {key: count for key, count in uses.items() if key[0] != gone}
     every = [(number, i) for number in range(-1, len(pieces)) for i in range(FRAMES)]
     assert table.find(*np.array(every).T).tolist() == [slots.get(key, -1) for key in every]

@@ -2,6 +2,7 @@
 
 import shutil
 
+import numpy as np
 import pytest
 import torch
 
@@ -11,6 +12,7 @@ from flexor.data.dataset import open_dataset
 from flexor.data.loader import loader as module
 from flexor.data.loader.loader import Loader, steps_of_group
 from flexor.data.loader.open import open_loader
+from flexor.data.loader.step_groups import StepGroups
 from flexor.data.settings import CacheConfig, DatasetConfig, OrderConfig
 from support.damage import overwrite_packets
 
@@ -33,6 +35,22 @@ def same(batch: Batch, other: Batch) -> bool:
     )
 
 
+@pytest.mark.parametrize("most", [1, 2, 3, 8, 11])
+@pytest.mark.parametrize("steps", [range(0), range(1), range(5, 7), range(3, 90)])
+def test_groups_become_larger_and_leave_no_step_out(steps, most):
+    groups = StepGroups(steps, most)
+    parts = [groups.of(number) for number in range(groups.count)]
+    assert [step for part in parts for step in part] == list(steps)
+    numbers = [number for number, part in enumerate(parts) for _ in part]
+    assert groups.number_of(np.array(steps, int)).tolist() == numbers
+    assert [len(part) for part in parts][:1] in ([], [1]) and all(0 < len(part) <= most for part in parts)
+    assert not groups.of(groups.count)
+    if len(steps) > 80:
+        assert len(parts[-2]) == most
+        outside = groups.number_of(np.array([steps.start - 1, steps.start - 1000, steps.stop + 1000]))
+        assert (outside[:2] < 0).all() and outside[2] >= groups.count
+
+
 @pytest.mark.parametrize("windows", WINDOWS)
 @pytest.mark.parametrize(
     ("cache", "order"), [("stream", "streaming"), ("stream", "uniform"), ("ram", "auto")]
@@ -45,7 +63,7 @@ def test_groups_are_the_steps_one_by_one(cache, order, windows, ranks, dataset, 
     monkeypatch.setattr(module, "GROUP_SAMPLES", 1)
     loader = load(dataset, cache, order, windows, **shape)
     alone = list(loader.steps(5, 41))
-    assert len(loader.steps_of(7)) == 1 and len(steps) == len(alone) == 36
+    assert loader.grouped == 1 and len(steps) == len(alone) == 36
     for step, expected in zip(steps, alone):
         assert len(step) == len(expected) == 2
         assert all(same(a, b) for a, b in zip(step, expected)) and (ACTION in step[0])
@@ -86,7 +104,7 @@ def test_steps_before_an_error_come_first(dataset, workers):
 
 
 def test_groups_are_small_where_steps_or_images_are_large():
-    assert steps_of_group(8, 8 * 96 * 96 * 3) == 32
-    assert steps_of_group(300, 1) == 1
+    assert steps_of_group(8, 8 * 96 * 96 * 3) == 128
+    assert steps_of_group(1300, 1) == 1
     assert steps_of_group(8, 1 << 30) == 1
     assert steps_of_group(1, 1, limit=0) == 1

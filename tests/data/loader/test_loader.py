@@ -132,5 +132,5 @@ def test_reading_ahead_is_bounded(opened, monkeypatch):
     for _ in range(10):
         next(steps)
     steps.close()
-    grouped = len(bounded.steps_of(0))
+    grouped = bounded.grouped
     assert sum(map(len, reads)) <= bounded.batch_size * grouped * (-(-10 // grouped) + PREFETCH_GROUPS)

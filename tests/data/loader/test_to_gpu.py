@@ -15,7 +15,7 @@ from flexor.data.frames.store import fill_cache
 from flexor.data.loader.decoded_frames import DecodedFrames
 from flexor.data.loader.loader import Loader
 from flexor.data.loader.open import open_loader
-from flexor.data.loader.step import Piece, StepGroup
+from flexor.data.loader.step import StepGroup
 from flexor.data.loader.step_frames import FrameFinder
 from flexor.data.loader.to_gpu import Stager
 from flexor.data.settings import CacheConfig, DatasetConfig
@@ -107,7 +107,7 @@ def test_a_frame_is_staged_once_however_often_it_is_read(root, tier):
     fill_cache(store, [TOP, WRIST], np.arange(3, 20), 1)
     ids = np.array([[3, 5, 6], [3, 3, 4], [6, 8, 9]])
     _, (shots,) = FrameFinder(store, nothing_decoded(store), "raise", Counter()).find(
-        StepGroup(0, range(1), np.arange(3), {TOP: ids}, [None] * 3, slots={TOP: np.full_like(ids, -1)})
+        StepGroup(0, range(1), np.arange(3), {TOP: ids}, np.full(3, -1), slots={TOP: np.full_like(ids, -1)})
     )
     (staged,), jobs = Stager(store, None, jobs=4).stage(shots, 3)
     for job in jobs:
@@ -130,8 +130,8 @@ def test_samples_that_replace_bad_ones_bring_their_own_frames(root, tmp_path):
         range(1),
         np.arange(3),
         {TOP: np.array([[0], [6], [30]])},
-        [None] * 3,
-        waits=[Piece(0, {}, {}, 0)],
+        np.full(3, -1),
+        waits=True,
         slots={TOP: np.full((3, 1), -1)},
     )
     order, (shots,) = FrameFinder(store, nothing_decoded(store), "skip", counters).find(step)

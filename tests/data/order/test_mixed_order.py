@@ -91,19 +91,32 @@ def test_any_split_of_a_batch_and_any_start_give_the_same_samples(parts, kind, s
 
 @given(sizes_and_counts, st.integers(1, 20))
 @settings(max_examples=30)
-def test_pools_say_where_their_samples_come(parts, batch):
+def test_units_say_where_their_samples_come(parts, batch):
     """What the loader decodes with a unit is what later batches read."""
     sizes, counts = zip(*parts)
     order = mixed(sizes, counts, "streaming")
     for step in range(5):
         picks = order.select(step * batch, batch)
-        keys = sorted(zip(picks.lane.tolist(), picks.pool.tolist(), picks.epoch.tolist()))
-        for lane, pool, epoch in dict.fromkeys(keys):
-            (plan,) = order.pools_of(epoch, [(lane, pool)])
-            at = order.select(int(plan.position[0]), 1)
-            assert at.sample[0] == plan.sample[0] and at.unit[0] == plan.unit[0]
-            here = (picks.lane == lane) & (picks.pool == pool) & (picks.epoch == epoch)
-            assert set(picks.position[here].tolist()) <= set(plan.position.tolist())
+        for epoch in np.unique(picks.epoch).tolist():
+            in_epoch = picks[picks.epoch == epoch]
+            units = np.unique(in_epoch.unit)
+            samples = order.samples_of(epoch, units)
+            unit = np.repeat(units, np.diff(samples.edges))
+            assert set(in_epoch.position.tolist()) <= set(samples.position.tolist())
+            for sample, position, number in list(zip(samples.sample, samples.position, unit))[::5]:
+                at = order.select(int(position), 1)
+                assert (at.sample[0], at.unit[0], at.epoch[0]) == (sample, number, epoch)
+
+
+@given(sizes_and_counts, st.integers(1, 20), st.sampled_from(["streaming", "uniform"]))
+@settings(max_examples=20)
+def test_batches_together_are_the_batches_one_by_one(parts, batch, kind):
+    sizes, counts = zip(*parts)
+    order = mixed(sizes, counts, kind)
+    together = order.select(3 * batch, batch, 7)
+    alone = [order.select(step * batch, batch) for step in range(3, 10)]
+    for name in ("position", "sample", "epoch", "lane", "unit"):
+        assert np.array_equal(getattr(together, name), np.concatenate([getattr(a, name) for a in alone]))
 
 
 def test_weights_decide_how_often():

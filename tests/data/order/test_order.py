@@ -12,10 +12,10 @@ from flexor.data.order.decode_units import Units, build_units
 from flexor.data.order.order import (
     BLOCK,
     Permutation,
+    Permutations,
     StreamingOrder,
     StreamOnceOrder,
     UniformOrder,
-    permute_within,
 )
 from flexor.data.order.shuffle_quality import shuffle_quality
 
@@ -105,11 +105,13 @@ def test_many_permutations_at_once_are_bijections(ranges):
     offsets = np.concatenate([np.arange(size) for size, _ in ranges])
     sizes = np.concatenate([np.full(size, size) for size, _ in ranges])
     keys = np.concatenate([np.full(size, key, np.uint64) for size, key in ranges])
-    values = permute_within(offsets, sizes, keys)
+    permutations, numbers = Permutations(sizes, keys), np.arange(len(sizes))
+    values = permutations(numbers, offsets)
+    assert np.array_equal(permutations.inverse(numbers, values), offsets)
     for _, key in ranges:
         group = values[keys == np.uint64(key)]
         assert np.array_equal(np.sort(group), np.arange(len(group)))
-    assert np.array_equal(permute_within(offsets[::-3], sizes[::-3], keys[::-3]), values[::-3])
+    assert np.array_equal(permutations(numbers[::-3], offsets[::-3]), values[::-3])
 
 
 @given(units(), lanes_and_pools, st.integers(1, 70), st.integers(0, 2**40))
@@ -129,25 +131,31 @@ def test_streaming_gives_every_sample_once_per_epoch(units, lanes_and_pool, batc
 
 @given(units(), lanes_and_pools, st.integers(0, 3))
 @settings(max_examples=30)
-def test_pools_are_what_the_batches_take(units, lanes_and_pool, epoch):
-    """The loader decodes by pools and delivers by batches: both must tell the same story."""
+def test_units_are_what_the_batches_take(units, lanes_and_pool, epoch):
+    """The loader decodes by units and delivers by batches: both must tell the same story."""
     lanes, pool = lanes_and_pool
     order = StreamingOrder(units, 7, lanes=lanes, pool=pool)
     picks = order.select(epoch * order.size, order.size)
-    pool_of_unit: dict[int, tuple[int, int]] = {}
-    for lane in range(lanes):
-        of_lane = picks[picks.lane == lane]
-        plans = [order.pools_of(epoch, [(lane, number)])[0] for number in range(order.pools(epoch, lane))]
-        for number, plan in enumerate(plans):
-            taken = of_lane[of_lane.pool == number]
-            assert np.array_equal(plan.sample, taken.sample)
-            assert np.array_equal(plan.position, taken.position)
-            assert (np.diff(plan.position) > 0).all()
-            assert np.array_equal(plan.unit, taken.unit)
-            assert 0 < len(plan.sample) <= 1.25 * max(pool, units.count.max()) + units.count.max()
-            for unit in set(plan.unit.tolist()):  # a piece of a unit is decoded for one pool only
-                assert pool_of_unit.setdefault(unit, (lane, number)) == (lane, number)
-        assert sum(len(plan.sample) for plan in plans) == len(of_lane)
+    samples = order.samples_of(epoch, np.arange(order.pieces))
+    assert samples.edges[-1] == order.size and (np.diff(samples.edges) > 0).all()
+    unit = np.repeat(np.arange(order.pieces), np.diff(samples.edges))
+    by_position = np.argsort(samples.position)
+    in_order = np.argsort(picks.position)
+    assert np.array_equal(samples.position[by_position], picks.position[in_order])
+    assert np.array_equal(samples.sample[by_position], picks.sample[in_order])
+    assert np.array_equal(unit[by_position], picks.unit[in_order])
+    part = order.samples_of(epoch, np.arange(order.pieces)[1::2])
+    assert np.array_equal(np.sort(part.position), np.sort(samples.position[unit % 2 == 1]))
+    pools, sizes = np.unique(np.stack([picks.lane, picks.pool]), axis=1, return_counts=True)
+    assert [order.pools(epoch, lane) for lane in range(lanes)] == np.bincount(
+        pools[0], minlength=lanes
+    ).tolist()
+    assert sizes.max() <= 1.25 * max(pool, units.count.max()) + units.count.max()
+    pool_of_unit = dict(zip(picks.unit.tolist(), zip(picks.lane.tolist(), picks.pool.tolist())))
+    # a piece of a unit is decoded for one pool only
+    assert [pool_of_unit[u] for u in picks.unit.tolist()] == list(
+        zip(picks.lane.tolist(), picks.pool.tolist())
+    )
     # A unit is split at the borders of lanes only, and its pieces are the same in every epoch.
     assert len(pool_of_unit) <= len(units.count) + lanes - 1
     other = order.select((epoch + 1) * order.size, order.size)
@@ -200,7 +208,8 @@ def test_blocks_of_positions_leave_no_seam(size):
 def test_a_pool_of_everything_is_uniform_inside_of_a_lane():
     order = StreamingOrder(runs([100] * 40), 1, lanes=4, pool=1000)
     assert [order.pools(0, lane) for lane in range(4)] == [1] * 4
-    delivered = order.pools_of(0, [(0, 0)])[0]
+    delivered = order.select(0, order.size)
+    delivered = delivered[delivered.lane == 0]
     rank_of = np.argsort(np.argsort(delivered.sample))
     assert abs(np.corrcoef(rank_of, np.arange(1000))[0, 1]) < 0.1
     assert abs(np.corrcoef(rank_of[:-1], rank_of[1:])[0, 1]) < 0.1

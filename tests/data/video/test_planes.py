@@ -1,4 +1,5 @@
 import io
+import pickle
 import platform
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -102,6 +103,26 @@ def test_planes_are_what_the_decoder_put_out(name):
     for plane, part in zip(frame.planes, format.split(packed(frame, format))):
         memory = np.frombuffer(plane, np.uint8).reshape(plane.height, plane.line_size)
         np.testing.assert_array_equal(part, memory[:, : plane.width])
+
+
+@pytest.mark.parametrize("width", [32, 50, 96])
+@pytest.mark.parametrize("colorspace", [0, 1, 2, 5, 6, 9])
+@pytest.mark.parametrize("color_range", [0, 1, 2])
+@pytest.mark.parametrize("name", ["yuv420p", "yuvj420p"])
+def test_numbers_are_copied_whatever_their_tags(name, width, colorspace, color_range):
+    frame = av.VideoFrame(width, 34, name)
+    frame.colorspace, frame.color_range = colorspace, color_range
+    random, expected = np.random.default_rng(width), []
+    for plane, columns in zip(frame.planes, (width, width // 2, width // 2)):
+        rows = np.frombuffer(plane, np.uint8).reshape(-1, plane.line_size)
+        rows[:] = random.integers(0, 256, rows.shape, np.uint8)
+        expected.append(rows[:, :columns].ravel())
+    format = format_of(frame)
+    out = np.zeros((2, format.nbytes), np.uint8)
+    for row in out:  # the first frame decides how those like it are copied
+        pack(frame, format, row)
+        assert np.array_equal(row, np.concatenate(expected))
+    assert hash(pickle.loads(pickle.dumps(format))) == hash(format)
 
 
 def test_tags_are_read_as_torchcodec_reads_them():

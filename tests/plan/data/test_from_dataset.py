@@ -23,7 +23,7 @@ def test_facts_are_the_loaders(dataset: Path, batch: int) -> None:
     for camera, name in zip(data.cameras, opened.cameras):
         assert camera.frame_bytes() == opened.store.format(name).nbytes
     loader = Loader(opened, deltas, batch_size=batch, device=None)
-    grouped = loader._grouped
+    grouped = loader.grouped
     waiting = prefetched_groups(grouped * loader._step_bytes)
     assert steps_in_memory(data, Loading(batch)) == grouped * (1 + waiting)
     assert data.row_bytes * len(opened) == pytest.approx(

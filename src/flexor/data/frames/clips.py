@@ -78,6 +78,11 @@ class VideoFile:
                 self._index = index
             return self._index
 
+    def replace_index(self, index: VideoIndex) -> None:
+        """Use another copy of the index from here on."""
+        with self._lock:
+            self._index = index
+
     def _check_size(self, index: VideoIndex) -> None:
         _, height, width = self.feature.chw
         if (index.height, index.width) != (height, width):

@@ -8,7 +8,6 @@ fails what is requested from then on.
 from __future__ import annotations
 
 import heapq
-import mmap
 import os
 import pickle
 import selectors
@@ -23,18 +22,17 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import count
 
-import numpy as np
-
 from flexor.core.child_python import module_command, module_environment
 from flexor.core.errors import FlexorError, SourceError
+from flexor.data.frames.shared_memory import SharedMemory
 from flexor.data.video.decode import count_read
 from flexor.data.video.decode_request import DecodeAnswer, DecodeRequest
 from flexor.data.video.decode_worker import IGNORED_SIGNALS, LENGTH, message
 
-__all__ = ["Answered", "DecodeProcesses", "SharedMemory", "processes_available"]
+__all__ = ["Answered", "DecodeProcesses", "processes_available"]
 
 NEXT_BYTES = (
-    4 << 20
+    8 << 20
 )  # of frames; a process that has fewer to decode gets a further request, so that it never waits
 CHUNK = 1 << 20  # bytes received at once
 WORKER = "flexor.data.video.decode_worker"
@@ -47,26 +45,6 @@ Answered = Callable[[DecodeAnswer | BaseException], None]
 def processes_available() -> bool:
     """Whether this system can share memory with processes in the way that is needed here."""
     return hasattr(os, "memfd_create") and bool(sys.executable)
-
-
-class SharedMemory:
-    """Memory that decode processes can write to. It has no name, so nothing stays behind, however a process ends."""
-
-    def __init__(self) -> None:
-        self.descriptor = os.memfd_create("flexor-frames", os.MFD_CLOEXEC)
-        self.size = 0
-
-    def empty(self, shape: tuple[int, int]) -> np.ndarray:
-        """A new array of bytes, not initialised; it begins at the size so far."""
-        nbytes = -(-shape[0] * shape[1] // mmap.PAGESIZE) * mmap.PAGESIZE
-        offset, self.size = self.size, self.size + nbytes
-        os.ftruncate(self.descriptor, self.size)
-        memory = np.frombuffer(mmap.mmap(self.descriptor, nbytes, offset=offset), np.uint8)
-        return memory[: shape[0] * shape[1]].reshape(shape)
-
-    def close(self) -> None:
-        """No further processes; its arrays stay usable."""
-        os.close(self.descriptor)
 
 
 @dataclass(eq=False)
@@ -99,9 +77,10 @@ class _Process:
 class DecodeProcesses:
     """Runs requests in processes, lowest priority number first. The processes start with the first request."""
 
-    def __init__(self, processes: int):
+    def __init__(self, processes: int, indexes: SharedMemory):
+        """`indexes`: memory with the indexes of video files."""
         self.count = processes
-        self.memory = SharedMemory()
+        self.memory, self.indexes = SharedMemory(), indexes
         self._waiting: list[tuple[tuple[int, ...], int, int, bytes, Answered]] = []
         self._tie = count()
         self._lock = threading.Lock()
@@ -147,10 +126,11 @@ class DecodeProcesses:
         # The process starts with these signals blocked: Ctrl-C must not end it before it can ignore them.
         mask = signal.pthread_sigmask(signal.SIG_BLOCK, IGNORED_SIGNALS)
         try:
+            inherited = theirs.fileno(), self.memory.descriptor, self.indexes.descriptor
             process = subprocess.Popen(
-                module_command(WORKER, theirs.fileno(), self.memory.descriptor, os.getpid()),
+                module_command(WORKER, *inherited, os.getpid()),
                 stdin=subprocess.DEVNULL,
-                pass_fds=(theirs.fileno(), self.memory.descriptor),
+                pass_fds=inherited,
                 env=module_environment(),
             )
         finally:

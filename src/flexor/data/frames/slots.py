@@ -16,7 +16,7 @@ import torch
 from numpy.typing import DTypeLike
 from torch import Tensor
 
-from flexor.data.frames.decode_processes import SharedMemory
+from flexor.data.frames.shared_memory import SharedMemory
 
 Slot = np.ndarray | Tensor
 
@@ -39,6 +39,11 @@ class Pool:
         self.peak = 0
         self._slots: dict[int, _SlotsOfSize] = {}
         self._lock = threading.Lock()
+
+    @property
+    def room(self) -> int:
+        """Bytes that are left of the budget; it may have been exceeded."""
+        return self.budget - self.used
 
     def take(self, sizes: dict[int, int], force: bool = False) -> dict[int, np.ndarray] | None:
         """{bytes: count} -> numbers of that many slots of each size, or None if there is no room for all of them."""

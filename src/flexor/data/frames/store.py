@@ -9,7 +9,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from functools import partial
+from functools import cached_property, partial
 from typing import Any, Protocol
 
 import av
@@ -22,11 +22,12 @@ from flexor.core.errors import DatasetError, SourceError
 from flexor.core.log import Repeats
 from flexor.data.frames.cache import FrameCache
 from flexor.data.frames.clips import Clip, FrameRule, VideoClip
+from flexor.data.frames.frame_places import FramePlaces
 from flexor.data.frames.gpu_cache import GPUFrameCache
 from flexor.data.frames.slots import Slot
 from flexor.data.video import nvdec
 from flexor.data.video.decode import Sink, read_ahead
-from flexor.data.video.decode_request import DecodeRequest, frames_of_file
+from flexor.data.video.decode_request import DecodeRequest
 from flexor.data.video.planes import (
     PlaneFormat,
     decode_jpeg,
@@ -236,21 +237,22 @@ class FrameStore:
     ) -> tuple[DecodeRequest, dict[int, str]]:
         """Like `decode`, in another process: the planes of ids[i] go to offsets[i] of shared memory.
 
-        Returns {i: reason} for frames of episodes that can't be read at all. What is on a server is read here.
+        Returns {i: reason} for frames that can't be read at all. What is on a server is read here.
         """
-        bad: dict[int, str] = {}
-        files = []
-        for _, frames, places in self._requests(camera, ids, bad):
-            clip = self.clips[camera, int(self.episode_of(ids[places[:1]])[0])]
-            assert isinstance(clip, VideoClip), "only videos are decoded by other processes"
-            try:
-                part = np.array(places)
-                files.append(frames_of_file(clip.file.index, frames, offsets[part], part))
-            except SourceError:
-                raise
-            except DatasetError as error:  # a server's file that is too short
-                bad |= dict.fromkeys(places, str(error))
-        return DecodeRequest(self.format(camera), files), bad
+        files, frames = self.places.find(camera, ids)
+        bad = {i: self.places.why(camera, int(ids[i])) for i in np.flatnonzero(files < 0).tolist()}
+        packets, reasons = self.places.packets(files, frames)
+        for file, reason in reasons.items():
+            bad |= dict.fromkeys(np.flatnonzero(files == file).tolist(), reason)
+        if bad:
+            files[[*bad]] = -1
+        request = DecodeRequest(self.format(camera), np.stack([files, frames, offsets]), packets)
+        return request, bad
+
+    @cached_property
+    def places(self) -> FramePlaces:
+        """Where frames are, for other processes."""
+        return FramePlaces(self.clips, self.ends)
 
     def read_ahead(self, camera: str, ids: np.ndarray) -> None:
         """Prefetch the video data of these frames, if it is read over a network."""

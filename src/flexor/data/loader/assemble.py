@@ -92,7 +92,7 @@ class Batcher:
 
         The error of a step comes in its place, and ends the list.
         """
-        columns = to_tensors(self.dataset.read(group.rows, self.deltas, []))
+        columns = self._micro_batches(to_tensors(self.dataset.read(group.rows, self.deltas, [])))
         valid = self.valid_steps(group.steps)
         count = len(group.rows) // self.batch_size // len(group.steps)
         finished: list[list[Batch] | Exception] = []
@@ -100,32 +100,42 @@ class Batcher:
             rest: Batch = {} if valid is None else {VALID_STEPS: valid[place]}
             numbers = range(place * count, (place + 1) * count)
             try:
-                finished.append([self._batch(group, columns, rest, step, number) for number in numbers])
+                finished.append(
+                    [self._batch(group, columns[number], rest, step, number) for number in numbers]
+                )
             except Exception as error:
                 finished.append(error)
                 break
         return finished
 
+    def _micro_batches(self, columns: Batch) -> list[Batch]:
+        """The columns of each micro-batch of a group."""
+        parts = [
+            column.split(self.batch_size) if isinstance(column, Tensor) else _split(column, self.batch_size)
+            for column in columns.values()
+        ]
+        return [dict(zip(columns, values)) for values in zip(*parts)]
+
     def _batch(self, group: StepGroup, columns: Batch, rest: Batch, step: int, number: int) -> Batch:
         """A micro-batch of a group."""
-        rows = slice(number * self.batch_size, (number + 1) * self.batch_size)
-        batch = {name: column[rows] for name, column in columns.items()} | rest
+        batch = columns | rest
         if SAMPLE_WEIGHT in batch:
             batch[SAMPLE_WEIGHT] = batch[SAMPLE_WEIGHT] * np.float32(self.weight_scale(step))
         images = {camera: parts[number] for camera, parts in group.images.items()}
-        started = work_clock()
-        batch = self._process(batch, images, step)
-        group.processing = group.processing.plus(work_clock().since(started))
+        if self.host_steps is None:
+            batch |= images
+        else:
+            started = work_clock()
+            batch = self._process(self.host_steps, batch, images, step)
+            group.processing = group.processing.plus(work_clock().since(started))
         return batch if self.stream is None else packed(batch)
 
-    def _process(self, batch: Batch, images: Mapping[str, Any], step: int) -> Batch:
+    def _process(self, host_steps: HostSteps, batch: Batch, images: Mapping[str, Any], step: int) -> Batch:
         """The batch with its images, after the host steps."""
-        if self.host_steps is None:
-            return {**batch, **images}
-        if self.host_steps.uses_images:
-            return self.host_steps({**batch, **images}, step)
+        if host_steps.uses_images:
+            return host_steps({**batch, **images}, step)
         held_back = {camera: HeldBack(pixels) for camera, pixels in images.items()}
-        processed = self.host_steps({**batch, **held_back}, step)
+        processed = host_steps({**batch, **held_back}, step)
         return {k: value.images if isinstance(value, HeldBack) else value for k, value in processed.items()}
 
     def to_device(self, batch: Batch) -> Batch:
@@ -203,6 +213,10 @@ class Batcher:
 def to_tensors(batch: Mapping[str, Any]) -> Batch:
     """numpy arrays as tensors; everything else unchanged."""
     return {key: torch.from_numpy(value) if _is_numeric(value) else value for key, value in batch.items()}
+
+
+def _split(values: Sequence[Any], size: int) -> list[Sequence[Any]]:
+    return [values[first : first + size] for first in range(0, len(values), size)]
 
 
 def packed(batch: Batch) -> Batch:

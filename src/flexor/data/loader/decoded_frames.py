@@ -1,7 +1,9 @@
 """The decoded frames of the steps to come: where each is, from its decoding to its last use.
 
-A frame may be there several times: units overlap if windows do, and each has its own copy. So it is found by the number
-of its piece and its id. All frames of a group are found at once: one by one, that would cost as much as decoding some.
+A *piece* is the frames of one unit (see `order/decode_units.py`) while some of its samples are still to come. Later
+pieces have higher numbers. A frame may be there several times: units overlap if windows do, and each has its own copy.
+So it is found by the number of its piece and its id. All frames of a group are found at once: one by one, that would
+cost as much as decoding some.
 """
 
 from __future__ import annotations
@@ -14,7 +16,7 @@ import numpy as np
 
 from flexor.data.frames.slots import Pool, Slot
 from flexor.data.frames.store import FrameStore
-from flexor.data.loader.step import Piece
+from flexor.data.loader.step import RemainingUnits
 
 __all__ = ["DecodedFrames", "SlotTable"]
 
@@ -28,20 +30,33 @@ class DecodedFrames:
         self.pool = pool
         self._nbytes = {camera: store.stored_format(camera).nbytes for camera in cameras}
         self._tables = {camera: SlotTable(store.frames) for camera in cameras}
+        self.bad: dict[str, dict[tuple[int, int], str]] = {camera: {} for camera in cameras}
+        """Why frames can't be decoded, by piece and id."""
 
-    def add(self, piece: Piece, force: bool = False) -> bool:
-        """Give slots to the frames of a piece; False if there is no room for them."""
+    def nbytes(self, units: RemainingUnits) -> np.ndarray:
+        """The bytes of each unit's frames, [N]."""
+        nbytes = np.zeros(len(units), np.int64)
+        for camera, frames in units.frames.items():
+            nbytes += frames.counts * self._nbytes[camera]
+        return nbytes
+
+    def add(
+        self, units: RemainingUnits, pieces: np.ndarray, force: bool = False
+    ) -> dict[str, np.ndarray] | None:
+        """Give slots to the frames of units, which get these numbers as pieces, [N] ascending; None if there is no room
+        for all of them. Returns the slots of each camera's frames."""
         sizes: Counter[int] = Counter()
-        for camera, ids in piece.ids.items():
-            sizes[self._nbytes[camera]] += len(ids)
+        for camera, frames in units.frames.items():
+            sizes[self._nbytes[camera]] += len(frames.ids)
         slots = self.pool.take(sizes, force)
         if slots is None:
-            return False
-        for camera, ids in piece.ids.items():
-            size = self._nbytes[camera]
-            piece.slots[camera], slots[size] = slots[size][: len(ids)], slots[size][len(ids) :]
-            self._tables[camera].add(piece.number, ids, piece.slots[camera], piece.uses[camera])
-        return True
+            return None
+        slots_of = {}
+        for camera, frames in units.frames.items():
+            size, count = self._nbytes[camera], len(frames.ids)
+            slots_of[camera], slots[size] = slots[size][:count], slots[size][count:]
+            self._tables[camera].add(pieces[frames.numbers], frames.ids, slots_of[camera], frames.uses)
+        return slots_of
 
     def find(self, camera: str, pieces: np.ndarray, ids: np.ndarray) -> np.ndarray:
         """The slots of frames, each in the piece of that number; -1 if it is not there, or for piece -1."""
@@ -51,13 +66,16 @@ class DecodedFrames:
         """Count these as read; slots that will not be read again are free."""
         self.pool.give(self._nbytes[camera], self._tables[camera].read(pieces, ids))
 
-    def remove(self, piece: Piece) -> int:
-        """Forget a piece that will not be read any more; the number of its frames that were not read."""
+    def remove(self, pieces: np.ndarray) -> int:
+        """Forget pieces [K] that will not be read any more; the number of their frames that were not read."""
         unread = 0
-        for camera in piece.ids:
-            slots = self._tables[camera].remove(piece.number)
+        for camera, table in self._tables.items():
+            slots = table.remove(pieces)
             self.pool.give(self._nbytes[camera], slots)
             unread += len(slots)
+            if self.bad[camera]:
+                gone = {*pieces.tolist()}
+                self.bad[camera] = {key: why for key, why in self.bad[camera].items() if key[0] not in gone}
         return unread
 
     def planes(self, camera: str, slot: int) -> Slot:
@@ -83,15 +101,15 @@ class SlotTable:
         self._keys, self._slots, self._uses = np.empty((3, LEAST), np.int64)
         self._lock = threading.Lock()
 
-    def add(self, piece: int, ids: np.ndarray, slots: np.ndarray, uses: np.ndarray) -> None:
-        """Frames of a piece, ascending, and how often each will be read."""
+    def add(self, pieces: np.ndarray, ids: np.ndarray, slots: np.ndarray, uses: np.ndarray) -> None:
+        """Frames of pieces, ascending by piece and id, and how often each will be read."""
         with self._lock:
             end = self._count + len(ids)
             if end > len(self._keys):
                 self._make_room(len(ids))
                 end = self._count + len(ids)
             rows = slice(self._count, end)
-            self._keys[rows] = piece * self._frames + ids
+            self._keys[rows] = pieces * self._frames + ids
             self._slots[rows] = slots
             self._uses[rows] = uses
             self._count = end
@@ -110,12 +128,14 @@ class SlotTable:
             self._uses[distinct] -= times
             return self._take(distinct[self._uses[distinct] == 0])
 
-    def remove(self, piece: int) -> np.ndarray:
-        """The slots of a piece that are still in use. It is not found any more."""
+    def remove(self, pieces: np.ndarray) -> np.ndarray:
+        """The slots of pieces that are still in use. They are not found any more."""
         with self._lock:
-            edges = np.array([piece, piece + 1]) * self._frames
-            first, end = np.searchsorted(self._keys[: self._count], edges)
-            rows = np.arange(first, end)
+            first, end = np.searchsorted(
+                self._keys[: self._count], np.stack([pieces, pieces + 1]) * self._frames
+            )
+            count = end - first
+            rows = np.arange(count.sum()) + np.repeat(first - (np.cumsum(count) - count), count)
             return self._take(rows[self._slots[rows] >= 0])
 
     def _take(self, rows: np.ndarray) -> np.ndarray:

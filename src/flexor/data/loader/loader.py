@@ -7,13 +7,11 @@ loader at that step and gets the same batches as without the interruption, on an
 from __future__ import annotations
 
 import threading
-from bisect import bisect_left
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing
-from dataclasses import dataclass
 from functools import cached_property
-from itertools import chain, pairwise
+from itertools import chain
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -27,12 +25,13 @@ from flexor.data.frames.features import FeatureStore
 from flexor.data.frames.slots import Pool
 from flexor.data.loader.assemble import Batcher, HostSteps, to_tensors
 from flexor.data.loader.decoded_frames import DecodedFrames
+from flexor.data.loader.order_planner import OrderPlanner
 from flexor.data.loader.prefetch import Prefetcher
-from flexor.data.loader.step import RemainingUnit, StepPlanner
+from flexor.data.loader.step_groups import StepGroups
 from flexor.data.loader.work_time import work_since
 from flexor.data.mixture.mixed import MixedDataset
 from flexor.data.order.mixed import MixedOrder
-from flexor.data.order.order import SampleOrder, Selection, UniformOrder
+from flexor.data.order.order import SampleOrder, UniformOrder
 from flexor.data.settings import OrderConfig
 from flexor.data.video.decode import bytes_read
 
@@ -41,13 +40,13 @@ __all__ = ["Loader", "sample_rows", "to_tensors", "valid_steps", "weight_scale"]
 PROBLEMS = ("bad_frames", "skipped_samples", "substituted_samples")
 PREFETCH_BYTES = 256 << 20  # limit for assembled batches that wait; one is always allowed
 PREFETCH_GROUPS = 8
-GROUP_SAMPLES = 256  # of steps that are handled together
+GROUP_SAMPLES = 1024  # of steps that are handled together
 GROUP_BYTES = 64 << 20  # of their images
-AHEAD_STEPS = 64  # planned ahead, if the pool has room
+AHEAD_SAMPLES = 16_384  # planned ahead, if the pool has room
+LEAST_AHEAD = 2  # groups
 DEFAULT_POOL = 1 << 30
 PLANNED_SAMPLES = 1 << 18  # of an order that are looked at together
 WEIGHT_EPSILON = 1e-6  # LeRobot's, added to a sum of weights
-KEPT_POOLS = 4  # per sample of a batch: there is at most one lane per sample, with one pool in use
 
 
 class DatasetProgress(NamedTuple):
@@ -58,16 +57,7 @@ class DatasetProgress(NamedTuple):
     epochs: float
 
 
-@dataclass(frozen=True, eq=False)
-class PoolFrames:
-    """The samples of a pool of the order, unit by unit."""
-
-    position: list[int]  # ascending within a unit
-    places: dict[int, tuple[int, int]]  # of each unit: from, to
-    frames: dict[str, np.ndarray]  # per camera [n, T]
-
-
-class Loader(StepPlanner):
+class Loader:
     """Iterate over optimizer steps; each is a list of micro-batches of tensors on `device`.
 
     Without a device, images stay planes in host memory, as for a transfer to a GPU (see `to_gpu.Staged`).
@@ -121,8 +111,6 @@ class Loader(StepPlanner):
         self._counters: Counter[str] = Counter()
         self._reported: Counter[str] = Counter()  # what `work` has reported
         self._syncing: threading.Thread | None = None
-        self._pools: dict[tuple, PoolFrames] = {}
-        self._steps = range(0)  # that are iterated over
 
     @property
     def global_batch(self) -> int:
@@ -130,11 +118,11 @@ class Loader(StepPlanner):
 
     def steps(self, start: int, stop: int) -> Iterator[list[Batch]]:
         """The micro-batches of optimizer steps start ... stop - 1, prefetched by threads."""
-        processes = DecodeProcesses(self.num_workers) if self.in_processes else None
+        processes = DecodeProcesses(self.num_workers, self.store.places.memory) if self.in_processes else None
         memory = None if processes is None else processes.memory
         self.pool = Pool(self.pool_bytes, self.device if self.decoded_on_gpu else None, memory)
         frames = DecodedFrames(self.store, self.pool, self.cameras)
-        self._steps, grouped = range(start, stop), self._grouped
+        groups = StepGroups(range(start, stop), self.grouped)
         batcher = Batcher(
             self.dataset,
             self.deltas,
@@ -150,20 +138,19 @@ class Loader(StepPlanner):
             store=self.store,
         )
         feed: Prefetcher[list[list[Batch] | Exception]] = Prefetcher(
-            self,
+            self._planner(groups),
             self.store,
             frames,
             batcher.start,
             batcher.finish,
             threads=self.num_workers,
-            prefetch=prefetched_groups(grouped * self._step_bytes),
-            ahead=max(2, AHEAD_STEPS // grouped),
+            prefetch=prefetched_groups(self.grouped * self._step_bytes),
+            ahead=max(LEAST_AHEAD, AHEAD_SAMPLES // (self.grouped * self.batch_size * self.accumulation)),
             counters=self._counters,
             processes=processes,
         )
-        numbers = start // grouped, -(-stop // grouped)
-        with closing(feed.groups(*numbers)) as groups:  # its threads end when this iterator is closed
-            for batches in chain.from_iterable(groups):
+        with closing(feed.groups(groups.count)) as loaded:  # its threads end when this iterator is closed
+            for batches in chain.from_iterable(loaded):
                 if isinstance(batches, Exception):
                     raise batches
                 self._counters["delivered"] += self.frames_per_sample * self.batch_size * self.accumulation
@@ -263,59 +250,23 @@ class Loader(StepPlanner):
             "decode_wait_s": max(0, count["decode_s_us"] - count["decode_cpu_s_us"]) / 1e6,
         }
 
-    # What each group of steps reads (see `StepPlanner`).
+    def _planner(self, groups: StepGroups) -> OrderPlanner:
+        return OrderPlanner(
+            self.order,
+            self._frames,
+            self.rows,
+            groups=groups,
+            rank=self.rank,
+            share=self.batch_size * self.accumulation,
+            global_batch=self.global_batch,
+            cameras=self.cameras,
+        )
 
     @cached_property
-    def _grouped(self) -> int:
-        """Steps of a group."""
+    def grouped(self) -> int:
+        """Steps of a group, after the first ones."""
         limit = min(GROUP_BYTES, self.pool_bytes // 4)
         return steps_of_group(self.batch_size * self.accumulation, self._step_bytes, limit)
-
-    def steps_of(self, number: int) -> range:
-        first, grouped = number * self._grouped, self._grouped
-        return range(max(self._steps.start, first), min(self._steps.stop, first + grouped))
-
-    def plan(self, number: int) -> tuple[np.ndarray, dict[str, np.ndarray], list[tuple | None]]:
-        share, total = self.batch_size * self.accumulation, self.global_batch
-        mine = slice(self.rank * share, (self.rank + 1) * share)
-        selection = Selection.join(
-            [self.order.select(step * total, total)[mine] for step in self.steps_of(number)]
-        )
-        rows = self.rows[selection.sample]
-        return rows, self._frames(rows), self._units(selection)
-
-    def _units(self, selection: Selection) -> list[tuple | None]:
-        if not self.cameras or (selection.unit < 0).all():
-            return [None] * len(selection)
-        columns = selection.epoch, selection.lane, selection.pool, selection.unit
-        keys = zip(*(column.tolist() for column in columns))
-        units = [key if key[-1] >= 0 else None for key in keys]
-        self._look_up_pools({key[:3] for key in units if key is not None})
-        return units
-
-    def unit(self, key: tuple, number: int) -> RemainingUnit:
-        pool, next_position = self._pools[key[:3]], self.steps_of(number).start * self.global_batch
-        first, end = pool.places[key[3]]
-        first = bisect_left(pool.position, next_position, first, end)
-        last = pool.position[end - 1] // (self.global_batch * self._grouped)
-        return RemainingUnit({camera: frames[first:end] for camera, frames in pool.frames.items()}, last)
-
-    def _look_up_pools(self, needed: set[tuple]) -> None:
-        """Load the pools of the order that a step reads; drop the least recently used ones."""
-        new = needed - self._pools.keys()
-        for key in needed - new:
-            self._pools[key] = self._pools.pop(key)  # the most recently used come last
-        for epoch in {key[0] for key in new}:
-            keys = sorted(key for key in new if key[0] == epoch)
-            for key, plan in zip(keys, self.order.pools_of(epoch, [key[1:] for key in keys])):
-                by_unit = np.argsort(plan.unit, kind="stable")
-                frames = self._frames(self.rows[plan.sample[by_unit]])
-                units, first = np.unique(plan.unit[by_unit], return_index=True)
-                edges = pairwise([*first.tolist(), len(by_unit)])
-                places = dict(zip(units.tolist(), edges))
-                self._pools[key] = PoolFrames(plan.position[by_unit].tolist(), places, frames)
-        while len(self._pools) > KEPT_POOLS * self.global_batch * self._grouped:
-            self._pools.pop(next(iter(self._pools)))
 
     def _frames(self, rows: np.ndarray) -> dict[str, np.ndarray]:
         """The frames of each camera's windows, [n, T]."""
@@ -330,8 +281,8 @@ class Loader(StepPlanner):
 
     def _rows_of(self, steps: range) -> np.ndarray:
         """The rows of all ranks, [steps, global batch]; in no particular order within a step."""
-        samples = [self.order.samples(step * self.global_batch, self.global_batch) for step in steps]
-        return self.rows[np.stack(samples)]
+        selection = self.order.select(steps.start * self.global_batch, self.global_batch, len(steps))
+        return self.rows[selection.sample.reshape(len(steps), -1)]
 
     def _valid_steps(self, steps: range) -> list[float] | None:
         if ACTION not in self.deltas:

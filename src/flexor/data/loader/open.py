@@ -29,6 +29,9 @@ ENOUGH_CORES = 12  # per GPU: they decode as fast as the GPU's decoder does duri
 MANY_WORKERS = 3  # from which threads wait for each other, whatever the images
 SMALL_FRAME = 150_000  # bytes: decoding it takes about as long as what Python does for it
 LEAST_FRAMES = 10_000  # of a dataset: fewer are decoded sooner than processes start
+AHEAD_BYTES = (
+    24 << 20
+)  # of frames for each decode process: its requests, and finished ones that wait for others
 NVDEC_MEMORY = 40 << 30  # bytes of GPU memory from which a GPU has enough to spare for decoding and its pool
 
 
@@ -83,13 +86,19 @@ def open_loader(
         device=device,
         order=order,
         order_config=order_config,
-        pool_bytes=pool // local,
+        pool_bytes=pool // local + (ahead_bytes(settings.cache, num_workers) if in_processes else 0),
         on_bad_frame=settings.on_bad_frame,
         decoded_on_gpu=on_gpu,
         in_processes=in_processes,
         host_steps=host_steps,
         **samples,
     )
+
+
+def ahead_bytes(cache: CacheConfig, workers: int) -> int:
+    """Memory of a rank for what its decode processes work at, beside the frames that are shuffled; none if the settings
+    say how much a pool may take."""
+    return AHEAD_BYTES * workers if cache.pool_gb is None else 0
 
 
 # The decoder.

@@ -1,10 +1,11 @@
 """Prefetches the frames of training steps: plans ahead, decodes each frame once, and releases it after use.
 
-Small steps are handled in groups: a group costs the interpreter little more than a step. A *piece* is the frames of
-one unit (see `order/decode_units.py`) while some of its samples are still to come. The feed runs ahead of the training
-loop. It decodes pieces in the order in which they are first needed, while the pool has room, and assembles groups one
-after the other. If a group's frames have no room although all earlier groups are done, it decodes only what it needs.
-So memory is limited to the pool plus one group, for any dataset.
+Small steps are handled in groups: a group costs the interpreter little more than a step. The feed runs ahead of the
+training loop. It decodes units (see `order/decode_units.py`) in the order in which they are first needed, while the
+pool has room, and assembles groups one after the other. If a group's frames have no room although all earlier groups
+are done, it decodes only what it needs. So memory is limited to the pool plus one group, for any dataset.
+
+What units and frames need is done by numpy for all of a group: one by one, it would take as long as decoding.
 """
 
 from __future__ import annotations
@@ -13,43 +14,22 @@ import threading
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Generator, Mapping
-from dataclasses import dataclass, field
 from functools import partial
-from itertools import count
-from typing import Any, Generic
+from itertools import repeat
+from typing import Generic
 
 import numpy as np
 
-from flexor.core.errors import DatasetError, SourceError
 from flexor.data.frames.decode_processes import DecodeProcesses
 from flexor.data.frames.store import FrameStore
 from flexor.data.loader.decoded_frames import DecodedFrames
-from flexor.data.loader.step import Piece, StepGroup, StepPlanner, T
+from flexor.data.loader.frame_decoder import FrameDecoder
+from flexor.data.loader.frame_sets import FrameSets
+from flexor.data.loader.step import RemainingUnits, StepGroup, StepPlanner, T
 from flexor.data.loader.threads import ReaderThreads
-from flexor.data.loader.work_time import NO_WORK, WorkClock, count_seconds, work_clock
-from flexor.data.video.decode_request import DecodeAnswer
+from flexor.data.loader.work_time import WorkClock, count_seconds, work_clock
 
-FRAMES = 32  # approximate number of frames of all cameras that are decoded with one request
-REQUEST_BYTES = (
-    1 << 20
-)  # of these frames, for a process: a request costs the interpreter as much as many small frames
-
-
-@dataclass(eq=False)
-class Decoding:
-    """Frames of one camera that are decoded together."""
-
-    pieces: list[Piece]
-    camera: str
-    ids: np.ndarray
-    slots: np.ndarray
-    bad: dict[int, str] = field(default_factory=dict)
-    failure: BaseException | None = None
-
-    @classmethod
-    def of(cls, pieces: list[Piece], camera: str) -> Decoding:
-        ids = np.concatenate([piece.ids[camera] for piece in pieces])
-        return cls(pieces, camera, ids, np.concatenate([piece.slots[camera] for piece in pieces]))
+NO_UNIT = -1
 
 
 class Prefetcher(Generic[T]):
@@ -78,14 +58,10 @@ class Prefetcher(Generic[T]):
         self.threads, self.prefetch, self.ahead = threads, max(1, prefetch), ahead
         self.counters = counters
         self.processes = processes
-        cameras = planner.cameras if processes is not None else ()
-        self.in_processes = {camera for camera in cameras if store.is_video(camera)}
-        self.pieces: dict[tuple, Piece] = {}
-        self.piece_numbers = count()
-        self.request: list[Piece] = []  # planned, to be decoded together
-        self.request_frames = self.request_bytes = 0
-        self.request_group = 0
-        self.pending_frames: dict[tuple[str, int], Piece] = {}  # frames that will be cached, by camera and id
+        self.pieces: dict[int, int] = {}  # of units that have room
+        self.next_piece = 0
+        # units and their pieces, by the last group that reads them
+        self.ending: dict[int, list[tuple[int, int]]] = {}
         self.planned: deque[StepGroup[T]] = deque()
         self.outstanding: set[int] = set()
         self.next_group = 0
@@ -93,18 +69,28 @@ class Prefetcher(Generic[T]):
         self.failure: BaseException | None = None
         self.changed = threading.Condition(threading.RLock())
 
-    def groups(self, start: int, stop: int) -> Generator[T]:
-        self.next_group = start
+    def groups(self, count: int) -> Generator[T]:
+        """What groups 0 ... count - 1 become."""
         self.reader_threads = ReaderThreads(self.threads, "loader")
+        self.decoder = FrameDecoder(
+            self.store,
+            self.frames,
+            self.reader_threads,
+            self.processes,
+            self.planner.cameras,
+            counters=self.counters,
+            changed=self.changed,
+            decoded=self._advance,
+        )
         groups: deque[StepGroup[T]] = deque()
         planner_thread = None
         if self.threads:
             planner_thread = threading.Thread(
-                target=self._plan_groups, args=(start, stop, groups), name="loader-plan", daemon=True
+                target=self._plan_groups, args=(count, groups), name="loader-plan", daemon=True
             )
             planner_thread.start()
         try:
-            for number in range(start, stop):
+            for number in range(count):
                 if planner_thread is None:
                     self._add(self._plan(number), groups)
                 yield self._take(groups)
@@ -132,9 +118,9 @@ class Prefetcher(Generic[T]):
         self._advance()
         return result
 
-    def _plan_groups(self, start: int, stop: int, groups: deque[StepGroup[T]]) -> None:
+    def _plan_groups(self, count: int, groups: deque[StepGroup[T]]) -> None:
         try:
-            for number in range(start, stop):
+            for number in range(count):
                 with self.changed:
                     self.changed.wait_for(lambda: len(self.outstanding) < self.ahead or self.closing)
                 started = work_clock()
@@ -152,10 +138,6 @@ class Prefetcher(Generic[T]):
     def _add(self, group: StepGroup[T] | None, groups: deque[StepGroup[T]]) -> None:
         assert group is not None
         with self.changed:
-            for piece in {*group.pieces, *group.waits} - {None}:
-                if piece.pending:  # type: ignore[union-attr]
-                    piece.groups.append(group)  # type: ignore[union-attr]
-                    group.pending += 1
             self.planned.append(group)
             self.outstanding.add(group.number)
             groups.append(group)
@@ -165,203 +147,109 @@ class Prefetcher(Generic[T]):
     # Planning: which frames a group needs, and where they will be.
 
     def _plan(self, number: int) -> StepGroup[T] | None:
-        """The group, with its pieces submitted for decoding; None if the feed closes in the meantime."""
-        rows, ids, units = self.planner.plan(number)
-        cached = self._cached(ids, len(rows))
-        pieces: list[Piece | None] = []
-        waits: list[Piece] = []
-        for i, key in enumerate(units):
-            piece = self.pieces.get(key) if key is not None else None
-            if piece is None and not cached[i]:
-                piece = self._open_unit(key, number) if key is not None else None
-                if piece is None:
-                    sample = {camera: frames[i] for camera, frames in ids.items()}
-                    piece = self._single_sample(sample, number, waits)
-            if self.closing:
-                return None
-            pieces.append(piece)
-        self._start()
-        self.counters["cached"] += sum(cached) * sum(frames.shape[1] for frames in ids.values())
-        return StepGroup(number, self.planner.steps_of(number), rows, ids, pieces, waits)
+        """The group, with its frames submitted for decoding; None if the feed closes in the meantime."""
+        plan = self.planner.plan(number)
+        group = StepGroup[T](
+            number, self.planner.steps_of(number), plan.rows, plan.ids, self._pieces_of(plan.units)
+        )
+        missing = ~self._cached(plan.ids, len(plan.rows))
+        cached = len(plan.rows) - int(missing.sum())
+        self.counters["cached"] += cached * sum(frames.shape[1] for frames in plan.ids.values())
+        new = missing & (group.pieces < 0) & (plan.units != NO_UNIT)
+        if new.any():
+            self._open_units(distinct_in_order(plan.units[new]), group)
+            group.pieces = self._pieces_of(plan.units)
+        single = np.flatnonzero(missing & (group.pieces < 0))
+        if len(single) and not self.closing:
+            self._read_single_samples(single, group)
+        return None if self.closing else group
 
-    def _cached(self, ids: Mapping[str, np.ndarray], count: int) -> list[bool]:
+    def _pieces_of(self, units: np.ndarray) -> np.ndarray:
+        """The pieces of units; -1 for those without room, and for no unit."""
+        return np.fromiter(map(self.pieces.get, units.tolist(), repeat(-1)), np.int64, len(units))
+
+    def _cached(self, ids: Mapping[str, np.ndarray], count: int) -> np.ndarray:
         """Which samples have all their frames in a cache: they need no piece."""
         cached = np.ones(count, bool)
         for camera, frames in ids.items():
             cached &= self.store.is_cached(camera, frames.ravel()).reshape(frames.shape).all(axis=1)
-        return cached.tolist()
+        return cached
 
-    def _open_unit(self, key: tuple, group: int) -> Piece | None:
-        """Start to decode a unit as soon as there is room for it; None if there will be none."""
-        remaining = self.planner.unit(key, group)
-        piece = self._piece(remaining.ids, remaining.last)
-        if not self._reserve(piece):
-            return None
-        self.pieces[key] = piece
-        self._submit(piece, group)
-        return piece
+    def _open_units(self, units: np.ndarray, group: StepGroup[T]) -> None:
+        """Decode units as soon as there is room for them. Those for which there will be none stay closed."""
+        remaining = self.planner.units(units, group.number)
+        if self.store.caches:
+            frames = {
+                camera: sets.only(~self.store.is_cached(camera, sets.ids))
+                for camera, sets in remaining.frames.items()
+            }
+            remaining = RemainingUnits(frames, remaining.last)
+        self._start(units, remaining, group)
 
-    def _single_sample(self, ids: Mapping[str, np.ndarray], group: int, waits: list[Piece]) -> Piece | None:
-        """The frames of one sample that are neither cached nor about to be cached."""
-        missing_ids = {}
-        for camera, frames in ids.items():
-            expected = [self.pending_frames.get((camera, frame)) for frame in frames.tolist()]
-            waits += [piece for piece in expected if piece is not None]
-            missing_ids[camera] = frames[[piece is None for piece in expected]]
-        piece = self._piece(missing_ids, group)
-        missing = sum(len(frames) for frames in piece.ids.values())
-        if not missing:
-            return None
-        if not self._reserve(piece):
+    def _read_single_samples(self, samples: np.ndarray, group: StepGroup[T]) -> None:
+        """Decode the frames of some samples that are neither cached nor about to be, each sample for itself."""
+        frames, needed = {}, np.zeros(len(samples), bool)
+        for camera, windows in group.ids.items():
+            ids, expected = windows[samples].ravel(), self.decoder.expected[camera]
+            pending = np.array([frame in expected for frame in ids.tolist()], bool)
+            group.waits |= bool(pending.any())
+            missing = ~pending & ~self.store.is_cached(camera, ids)
+            sample = np.repeat(np.arange(len(samples)), windows.shape[1])[missing]
+            frames[camera] = FrameSets.of(ids[missing], sample, len(samples))
+            needed |= frames[camera].counts > 0
+        frames = {camera: sets.take(np.flatnonzero(needed)) for camera, sets in frames.items()}
+        self.counters["misses"] += sum(len(sets.ids) for sets in frames.values())
+        count = int(needed.sum())
+        units = RemainingUnits(frames, np.full(count, group.number))
+        group.pieces[samples[needed]] = self._start(np.full(count, NO_UNIT), units, group, force=True)
+
+    def _start(
+        self, keys: np.ndarray, units: RemainingUnits, group: StepGroup[T], force: bool = False
+    ) -> np.ndarray:
+        """Decode units as soon as there is room for them. Returns their pieces [N]; -1 for those that will have no
+        room, because no earlier group will free any. With `force` they are decoded nevertheless."""
+        pieces, first = np.full(len(units), -1), 0
+        nbytes = np.cumsum(self.frames.nbytes(units))
+        while first < len(units):
+            before = nbytes[first - 1] if first else 0
+            count = self._wait_for_room(nbytes[first:] - before)
             if self.closing:
-                return None
-            self.frames.add(piece, force=True)  # this group needs them
-        self.counters["misses"] += missing
-        self._submit(piece, group)
-        return piece
+                break
+            fits = count > 0
+            part = slice(first, first + max(1, count))
+            if fits or force:
+                pieces[part] = self._start_now(keys[part], units[part], group, force=not fits)
+            first = part.stop
+        return pieces
 
-    def _piece(self, windows: Mapping[str, np.ndarray], last: int) -> Piece:
-        ids, uses = {}, {}
-        for camera, window in windows.items():
-            ids[camera], uses[camera] = distinct_counts(window)
-            if self.store.caches:
-                missing = ~self.store.is_cached(camera, ids[camera])
-                ids[camera], uses[camera] = ids[camera][missing], uses[camera][missing]
-        return Piece(next(self.piece_numbers), ids, uses, last)
-
-    def _reserve(self, piece: Piece) -> bool:
-        """Wait for room for a piece; False if there will be none."""
+    def _wait_for_room(self, nbytes: np.ndarray) -> int:
+        """How many units fit into the pool, of those that need so many bytes with all before them; 0: not one, and no
+        earlier group will free room."""
         with self.changed:
-            while not self.frames.add(piece) and not self.closing:
-                self._start()  # other threads may be waiting for the pieces planned so far
-                if not self.outstanding:  # no earlier group will free room
-                    return False
+            while not (count := int(np.searchsorted(nbytes, self.pool.room, side="right"))):
+                if not self.outstanding or self.closing:
+                    break
                 started = time.perf_counter()
                 self.changed.wait()
                 count_seconds(self.counters, wait_slots_s=time.perf_counter() - started)
-            return not self.closing
+            return count
 
-    # Decoding.
-
-    def _submit(self, piece: Piece, group: int) -> None:
-        """Submit a piece for decoding, together with some others: a request costs as much as several frames."""
-        piece.pending = sum(len(frames) > 0 for frames in piece.ids.values())
-        for camera in self.store.caches:
-            self.pending_frames |= dict.fromkeys(((camera, i) for i in piece.ids.get(camera, ())), piece)
-        if self.store.remote:
-            started = work_clock()
-            for camera, frames in piece.ids.items():
-                self.store.read_ahead(camera, frames)
-            read = work_clock().since(started).read  # of the index of a file
-            with self.changed:
-                count_seconds(self.counters, read_s=read)
-        self.request.append(piece)
-        self.request_group = group
-        for camera, frames in piece.ids.items():
-            self.request_frames += len(frames)
-            self.request_bytes += len(frames) * self.store.stored_format(camera).nbytes
-        enough = REQUEST_BYTES if self.in_processes else 0
-        if self.request_frames >= FRAMES and self.request_bytes >= enough:
-            self._start()
-
-    def _start(self) -> None:
-        request, group, self.request = self.request, self.request_group, []
-        self.request_frames = self.request_bytes = 0
-        for camera in self.planner.cameras if request else ():
-            pieces = [piece for piece in request if len(piece.ids.get(camera, ()))]
-            if pieces:
-                job = partial(self._decode, pieces, camera)
-                if camera in self.in_processes:
-                    job = partial(self._request, pieces, camera, group)
-                    if not self.store.remote:
-                        job()  # reads nothing
-                        continue
-                self.reader_threads.submit((group, 1), job)
-
-    def _request(self, pieces: list[Piece], camera: str, group: int) -> None:
-        """Let a process decode the frames of pieces."""
-        assert self.processes is not None
-        decoding, started = Decoding.of(pieces, camera), work_clock()
-        try:
-            offsets = self.frames.offsets(camera, decoding.slots)
-            request, decoding.bad = self.store.decode_request(camera, decoding.ids, offsets)
-        except BaseException as error:
-            decoding.failure = error
-            self._decoded(decoding, work_clock().since(started))
-            return
-        reading = work_clock().since(started).read
-
-        def answered(answer: DecodeAnswer | BaseException) -> None:
-            work = NO_WORK
-            if isinstance(answer, BaseException):
-                decoding.failure = answer
-            else:
-                decoding.bad |= answer.bad
-                work = WorkClock(answer.wall_s + reading, answer.cpu_s, answer.read_s + reading)
-            self._decoded(decoding, work)
-
-        self.processes.submit((group,), request, answered)
-
-    def _decode(self, pieces: list[Piece], camera: str) -> None:
-        started = work_clock()
-        decoding = Decoding.of(pieces, camera)
-        ids, slots = decoding.ids, self._planes(decoding)
-        good: list[int] = []
-        try:
-            if self.pool.device is not None:
-                decoding.bad = self.store.decode_on_gpu(camera, ids, slots)
-            else:
-                decoding.bad = self.store.decode(camera, ids, slots.__getitem__, good.append)
-        except SourceError as error:  # the data can't be reached: that is not a bad frame
-            decoding.failure = error
-        except DatasetError as error:
-            decoding.bad = dict.fromkeys(set(range(len(ids))) - set(good), str(error))
-        except BaseException as error:
-            decoding.failure = error
-        self._decoded(decoding, work_clock().since(started))
-
-    def _planes(self, decoding: Decoding) -> list[Any]:
-        return [self.frames.planes(decoding.camera, slot) for slot in decoding.slots.tolist()]
-
-    def _decoded(self, decoding: Decoding, work: WorkClock) -> None:
-        """The frames of pieces are in their slots: the groups that wait for them may go on."""
-        ids, camera, bad = decoding.ids, decoding.camera, decoding.bad
-        good = 0 if decoding.failure is not None else len(ids) - len(bad)
-        started = work_clock()
-        if self.store.caches and good:
-            try:
-                fine = [i for i in range(len(ids)) if i not in bad]
-                planes = self._planes(decoding)
-                self.store.add_to_cache(camera, ids[fine], [planes[i] for i in fine])
-            except BaseException as error:
-                decoding.failure = error
-        keeping = work_clock().since(started)
-        reasons = {int(ids[i]): reason for i, reason in bad.items()}
+    def _start_now(
+        self, keys: np.ndarray, units: RemainingUnits, group: StepGroup[T], force: bool
+    ) -> np.ndarray:
+        """Give slots to units, and submit them for decoding. Returns their pieces."""
+        pieces = np.arange(self.next_piece, self.next_piece + len(units))
+        self.next_piece += len(units)
+        slots = self.frames.add(units, pieces, force)
+        assert slots is not None, "there is room"
+        numbers = pieces.tolist()
+        self.pieces.update(zip(keys.tolist(), numbers))
+        self.pieces.pop(NO_UNIT, None)
         with self.changed:
-            self.counters["bad_frames"] += len(bad)
-            self.counters["decoded"] += good
-            self.counters["decode_us"] += round(1e6 * (work.cpu + keeping.cpu))
-            count_seconds(
-                self.counters,
-                read_s=work.read,
-                decode_s=work.wall - work.read,
-                decode_cpu_s=work.cpu,
-                keep_s=keeping.wall,
-            )
-            if self.pending_frames:
-                for frame in ids.tolist():
-                    self.pending_frames.pop((camera, frame), None)
-            for piece in decoding.pieces:
-                piece.error = piece.error or decoding.failure
-                if reasons:
-                    of_piece = {f: reasons[f] for f in piece.ids[camera].tolist() if f in reasons}
-                    piece.bad |= {camera: of_piece} if of_piece else {}
-                piece.pending -= 1
-                if not piece.pending:
-                    for group in piece.groups:
-                        group.pending -= 1
-                    piece.groups.clear()  # and with them their batches
-        self._advance()
+            for last, *unit in zip(units.last.tolist(), keys.tolist(), numbers):
+                self.ending.setdefault(last, []).append(tuple(unit))
+        self.decoder.submit(group, units, pieces, slots)
+        return pieces
 
     # Assembling: in order, at most `prefetch` groups ahead of the loop.
 
@@ -380,11 +268,10 @@ class Prefetcher(Generic[T]):
     def _assemble(self, group: StepGroup[T]) -> None:
         started = work_clock()
         try:
-            for piece in group.pieces:
-                if piece is not None and piece.error is not None:
-                    raise piece.error
+            if group.error is not None:
+                raise group.error
             for camera, ids in group.ids.items():
-                group.slots[camera] = self.frames.find(camera, group.piece_numbers, ids)
+                group.slots[camera] = self.frames.find(camera, group.pieces[:, None], ids)
             jobs = self.assemble(group)
         except BaseException as error:
             group.result.set_exception(error)
@@ -432,19 +319,21 @@ class Prefetcher(Generic[T]):
     def _release(self, group: StepGroup[T]) -> None:
         """Release frames that no later sample reads."""
         for camera, ids in group.ids.items():
-            self.frames.read(camera, group.piece_numbers, ids)
+            self.frames.read(camera, group.pieces[:, None], ids)
         with self.changed:
             self.outstanding.remove(group.number)
             oldest = min(self.outstanding, default=group.number + 1)
-            for key in [key for key, piece in self.pieces.items() if piece.last < oldest]:
-                # another rank reads the rest of it
-                self.counters["evictions"] += self.frames.remove(self.pieces.pop(key))
+            for last in [last for last in self.ending if last < oldest]:
+                units, pieces = zip(*self.ending.pop(last))
+                for unit in units:
+                    self.pieces.pop(unit, None)
+                # another rank reads the rest of them
+                self.counters["evictions"] += self.frames.remove(np.array(pieces))
             self.changed.notify_all()
 
 
-def distinct_counts(values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """The distinct values, ascending, and how often each occurs."""
-    ordered = np.sort(values, axis=None)
-    if (ordered[1:] > ordered[:-1]).all():
-        return ordered, np.ones(len(ordered), np.int64)
-    return np.unique(ordered, return_counts=True)
+def distinct_in_order(values: np.ndarray) -> np.ndarray:
+    """The distinct values, in the order of their first occurrence."""
+    _, first = np.unique(values, return_index=True)
+    first.sort()
+    return values[first]

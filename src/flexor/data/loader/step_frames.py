@@ -18,7 +18,7 @@ from flexor.core.errors import DatasetError
 from flexor.data.frames.slots import Slot
 from flexor.data.frames.store import FrameStore
 from flexor.data.loader.decoded_frames import DecodedFrames
-from flexor.data.loader.step import Piece, StepGroup
+from flexor.data.loader.step import StepGroup
 
 Replacements = dict[tuple[int, int], np.ndarray]
 """Planes that replace a frame, by sample and step of its window."""
@@ -73,12 +73,13 @@ class FrameFinder:
         order = np.arange(len(group.rows))
         replacements: dict[str, Replacements] = {camera: {} for camera in group.ids}
         broken: set[int] = set()
-        have_bad_frames = {piece for piece in {*group.pieces} if piece is not None and piece.bad}
-        for i, piece in enumerate(group.pieces if have_bad_frames else ()):
-            for camera, reasons in piece.bad.items() if piece in have_bad_frames else ():
+        bad = {camera: reasons for camera, reasons in self.frames.bad.items() if reasons}
+        for i, piece in enumerate(group.pieces.tolist() if bad else ()):
+            for camera, reasons in bad.items():
                 for t, frame in enumerate(group.ids[camera][i].tolist()):
-                    if frame in reasons:
-                        self._replace(replacements[camera], (i, t), camera, frame, reasons[frame], piece)
+                    if (piece, frame) in reasons:
+                        reason = reasons[piece, frame]
+                        self._replace(replacements[camera], (i, t), camera, frame, reason, piece)
                         broken.add(i)
         if group.waits:  # caching may have failed: the disk is full, or the frame is bad
             broken |= self._decode_late(group, replacements)
@@ -113,7 +114,7 @@ class FrameFinder:
         camera: str,
         frame: int,
         reason: str,
-        piece: Piece | None,
+        piece: int,
     ) -> None:
         self._report(camera, frame, reason)
         if self.on_bad_frame == "nearest":
@@ -141,8 +142,8 @@ class FrameFinder:
         for camera, ids in group.ids.items():
             missing = ~self.store.is_cached(camera, ids.ravel()).reshape(ids.shape)
             for i, t in np.argwhere(missing).tolist():
-                piece, frame = group.pieces[i], int(ids[i, t])
-                if (piece is not None and frame in piece.ids[camera]) or (i, t) in replacements[camera]:
+                piece, frame = int(group.pieces[i]), int(ids[i, t])
+                if group.slots[camera][i, t] >= 0 or (i, t) in replacements[camera]:
                     continue
                 planes = np.empty(self.store.stored_format(camera).nbytes, np.uint8)
                 bad = self.store.decode(camera, np.array([frame]), [planes].__getitem__)
@@ -153,18 +154,17 @@ class FrameFinder:
                     replacements[camera][i, t] = planes
         return broken
 
-    def _nearest(self, camera: str, frame: int, piece: Piece | None) -> np.ndarray:
+    def _nearest(self, camera: str, frame: int, piece: int) -> np.ndarray:
         """The nearest frame of the same episode that can be decoded."""
         store = self.store
         episode = int(store.episode_of(np.array([frame]))[0])
         planes = np.empty(store.stored_format(camera).nbytes, np.uint8)
-        bad = piece.bad.get(camera, {}) if piece is not None else {}
+        bad = self.frames.bad[camera]
         candidates = range(store.first_frame_of(episode), int(store.ends[episode]))
         for candidate in sorted(candidates, key=lambda candidate: abs(candidate - frame)):
-            if candidate == frame or candidate in bad:
+            if candidate == frame or (piece, candidate) in bad:
                 continue
-            numbers = np.array([-1 if piece is None else piece.number])
-            (number,) = self.frames.find(camera, numbers, np.array([candidate])).tolist()
+            (number,) = self.frames.find(camera, np.array([piece]), np.array([candidate])).tolist()
             if number >= 0:
                 slot = self.frames.planes(camera, number)
                 return slot.cpu().numpy() if isinstance(slot, Tensor) else slot.copy()

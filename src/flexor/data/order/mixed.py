@@ -8,10 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
 
 import numpy as np
 
-from flexor.data.order.order import PoolPlan, SampleOrder, Selection
+from flexor.data.order.order import SampleOrder, Selection, UnitSamples
 
 __all__ = ["MixedOrder", "OrderPart", "Shares", "share_counts"]
 
@@ -81,37 +82,41 @@ class MixedOrder(SampleOrder):
         self.size = sum(len(part.samples) for part in parts)
         lanes = [part.order.lanes for part in parts]
         self.lanes = sum(lanes)
-        self._first_lane = np.cumsum([0, *lanes])  # [K + 1]
+        pieces = [part.order.pieces for part in parts]
+        self.pieces = sum(pieces)
+        self._first_lane, self._first_piece = np.cumsum([0, *lanes]), np.cumsum([0, *pieces])  # [K + 1]
 
-    def select(self, position: int, count: int) -> Selection:
-        selections = []
+    def select(self, position: int, count: int, batches: int = 1) -> Selection:
+        selections, stop = [], position + count * batches
         for number, part in enumerate(self.parts):
-            first, end = (self.shares.count_before(number, at) for at in (position, position + count))
+            first, end = (self.shares.count_before(number, at) for at in (position, stop))
             if end > first:
                 selection = part.order.select(first, end - first)
+                lane, unit = selection.lane, selection.unit
                 selections.append(
                     replace(
                         selection,
                         position=self.shares.position(number, selection.position),
                         sample=part.samples[selection.sample],
-                        lane=np.where(selection.lane < 0, -1, selection.lane + self._first_lane[number]),
+                        lane=np.where(lane < 0, -1, lane + self._first_lane[number]),
+                        unit=np.where(unit < 0, -1, unit + self._first_piece[number]),
                     )
                 )
         joined = Selection.join(selections)
-        return joined[np.lexsort((joined.position, joined.lane))]
+        batch = (joined.position - position) // count
+        return joined[np.lexsort((joined.position, joined.lane, batch))]
 
-    def pools_of(self, epoch: int, pools: Sequence[tuple[int, int]]) -> list[PoolPlan]:
-        """All samples of some pools (lane, number). `epoch` is that of the part."""
-        part_of_pool = np.searchsorted(self._first_lane, [lane for lane, _ in pools], side="right") - 1
-        plans: list[PoolPlan | None] = [None] * len(pools)
-        for number in np.unique(part_of_pool).tolist():
-            places = np.flatnonzero(part_of_pool == number).tolist()
-            first = int(self._first_lane[number])
-            local_pools = [(pools[i][0] - first, pools[i][1]) for i in places]
-            for i, plan in zip(places, self.parts[number].order.pools_of(epoch, local_pools)):
-                samples = self.parts[number].samples[plan.sample]
-                plans[i] = PoolPlan(samples, self.shares.position(number, plan.position), plan.unit)
-        return [plan for plan in plans if plan is not None]
+    def samples_of(self, epoch: int, units: np.ndarray) -> UnitSamples:
+        """`epoch` is that of the part."""
+        of_parts: list[UnitSamples] = []
+        edges = np.searchsorted(units, self._first_piece)
+        for number, (first, end) in enumerate(pairwise(edges.tolist())):
+            if end > first:
+                part = self.parts[number]
+                samples = part.order.samples_of(epoch, units[first:end] - self._first_piece[number])
+                positions = self.shares.position(number, samples.position)
+                of_parts.append(UnitSamples(part.samples[samples.sample], positions, samples.edges))
+        return UnitSamples.join(of_parts)
 
     def counts_before(self, position: int) -> list[int]:
         """How many samples of each part come before a position."""

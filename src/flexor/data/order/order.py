@@ -11,24 +11,24 @@ shuffles slightly less well; shuffle_quality.py measures how much.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
 import numpy as np
 
-from flexor.core.rng import key_of, mix_numpy
+from flexor.core.rng import key_of, mix_in_place, mix_numpy
 from flexor.data.order.decode_units import Units
 
 __all__ = [
     "Permutation",
-    "PoolPlan",
+    "Permutations",
     "SampleOrder",
     "Selection",
     "StreamOnceOrder",
     "StreamingOrder",
     "UniformOrder",
-    "permute_within",
+    "UnitSamples",
 ]
 
 ROUNDS = 6
@@ -44,17 +44,20 @@ class SampleOrder:
     size: int
     lanes = 0
     """Number of lanes; 0 if the order is uniform."""
+    pieces = 0
+    """Number of pieces of units, which `select` numbers from 0; 0 if the order is uniform."""
 
     def samples(self, position: int, count: int) -> np.ndarray:
         """The samples [count] of the global batch at positions position ... position + count - 1."""
         return self.select(position, count).sample
 
-    def select(self, position: int, count: int) -> Selection:
-        """The same samples in the same order, and where they come from."""
+    def select(self, position: int, count: int, batches: int = 1) -> Selection:
+        """The same samples in the same order, and where they come from; of several global batches, one after the
+        other: many at once cost little more than one."""
         raise NotImplementedError
 
-    def pools_of(self, epoch: int, pools: Sequence[tuple[int, int]]) -> list[PoolPlan]:
-        """All samples of some pools (lane, number), which `select` named together with a unit."""
+    def samples_of(self, epoch: int, units: np.ndarray) -> UnitSamples:
+        """All samples of some pieces of units [N], ascending, as `select` numbers them."""
         raise NotImplementedError
 
     def epoch(self, position: int) -> float:
@@ -88,12 +91,18 @@ class Selection:
 
 
 @dataclass(frozen=True, eq=False)
-class PoolPlan:
-    """The samples of one pool, [n] each, in the order in which they are used."""
+class UnitSamples:
+    """The samples of some pieces of units. Those of the k-th are at edges[k] to edges[k + 1]."""
 
-    sample: np.ndarray
-    position: np.ndarray
-    unit: np.ndarray
+    sample: np.ndarray  # [n]
+    position: np.ndarray  # [n] where each is used
+    edges: np.ndarray  # [N + 1]
+
+    @staticmethod
+    def join(parts: Sequence[UnitSamples]) -> UnitSamples:
+        count = np.concatenate([np.diff(part.edges) for part in parts])
+        samples, positions = ([getattr(part, name) for part in parts] for name in ("sample", "position"))
+        return UnitSamples(np.concatenate(samples), np.concatenate(positions), np.append(0, np.cumsum(count)))
 
 
 class Permutation:
@@ -113,21 +122,34 @@ class Permutation:
         return values.astype(np.int64)
 
 
-def permute_within(offsets: np.ndarray, sizes: np.ndarray, keys: np.ndarray) -> np.ndarray:
-    """Many permutations at once: offsets [n] in ranges of sizes [n], permuted by uint64 keys [n].
+class Permutations:
+    """Pseudo-random bijections of many ranges, each with a size and a uint64 key, both [K]."""
 
-    Offsets with the same key must have the same size; together they are a bijection of range(size).
-    """
-    bits = (1 + np.searchsorted(4 ** np.arange(1, 32), sizes)).astype(np.uint64)  # as _half_bits
-    round_keys = [mix_numpy(keys + np.uint64(key_of("round", round_))) for round_ in range(ROUNDS)]
-    values = np.array(offsets, np.uint64)
-    out_of_range = np.arange(len(values))
-    while len(out_of_range):
-        values[out_of_range] = _feistel(
-            values[out_of_range], bits[out_of_range], [key[out_of_range] for key in round_keys]
-        )
-        out_of_range = out_of_range[values[out_of_range] >= sizes[out_of_range].astype(np.uint64)]
-    return values.astype(np.int64)
+    def __init__(self, sizes: np.ndarray, keys: np.ndarray):
+        self._sizes = sizes.astype(np.uint64)
+        self._bits = (1 + np.searchsorted(4 ** np.arange(1, 32), sizes)).astype(np.uint64)  # as _half_bits
+        self._keys = [mix_numpy(keys + np.uint64(key_of("round", round_))) for round_ in range(ROUNDS)]
+
+    def __call__(self, numbers: np.ndarray, offsets: np.ndarray) -> np.ndarray:
+        """offsets[i] in the range of that number, permuted; both [n]."""
+        return self._apply(_feistel, numbers, offsets)
+
+    def inverse(self, numbers: np.ndarray, offsets: np.ndarray) -> np.ndarray:
+        """The offsets that are permuted to these."""
+        return self._apply(_feistel_inverse, numbers, offsets)
+
+    def _apply(
+        self, bijection: Callable[..., np.ndarray], numbers: np.ndarray, offsets: np.ndarray
+    ) -> np.ndarray:
+        """A bijection of a power of four, applied until the values are in range."""
+        values = np.array(offsets, np.uint64)
+        places, rest = np.arange(len(values)), values
+        while len(places):
+            rest = bijection(rest, self._bits[numbers], [key[numbers] for key in self._keys])
+            values[places] = rest
+            outside = np.flatnonzero(rest >= self._sizes[numbers])
+            places, rest, numbers = places[outside], rest[outside], numbers[outside]
+        return values.astype(np.int64)
 
 
 def _half_bits(size: int) -> int:
@@ -141,7 +163,17 @@ def _feistel(
     mask = (np.uint64(1) << bits) - np.uint64(1)
     left, right = x >> bits, x & mask
     for key in keys:
-        left, right = right, left ^ (mix_numpy(right + key) & mask)
+        left ^= mix_in_place(right + key) & mask
+        left, right = right, left
+    return (left << bits) | right
+
+
+def _feistel_inverse(x: np.ndarray, bits: np.ndarray, keys: Sequence[np.ndarray]) -> np.ndarray:
+    mask = (np.uint64(1) << bits) - np.uint64(1)
+    left, right = x >> bits, x & mask
+    for key in reversed(keys):
+        right ^= mix_in_place(left + key) & mask
+        left, right = right, left
     return (left << bits) | right
 
 
@@ -165,14 +197,11 @@ class UniformOrder(SampleOrder):
             position, count = position + len(parts[-1]), count - len(parts[-1])
         return np.concatenate(parts)
 
-    def select(self, position: int, count: int) -> Selection:
+    def select(self, position: int, count: int, batches: int = 1) -> Selection:
+        count *= batches
         positions = np.arange(position, position + count)
         none = np.full(count, -1)
         return Selection(positions, self.samples(position, count), positions // self.size, none, none, none)
-
-    def pools_of(self, epoch: int, pools: Sequence[tuple[int, int]]) -> list[PoolPlan]:
-        assert not pools, "a uniform order has no pools"
-        return []
 
     def _block_samples(self, epoch: int, number: int) -> np.ndarray:
         """The samples at BLOCK positions of an epoch (fewer at its end), in order."""
@@ -212,40 +241,41 @@ class StreamingOrder(SampleOrder):
         self._piece_unit = line[place]
         self._piece_skip = edges[:-1] - (ends - units.count[line])[place]  # samples of its unit before it
         self._piece_count = np.diff(edges)
+        self.pieces = len(place)
         self._lane_pieces = np.searchsorted(edges, self._bounds)  # [lanes + 1]
         self._pool_bounds = np.concatenate([self._bounds, *map(self._pool_cuts, range(lanes))])
         self._table = lru_cache(maxsize=2)(self._epoch_table)  # this epoch and the next
         self._block = lru_cache(maxsize=2)(self._block_selection)
 
-    def select(self, position: int, count: int) -> Selection:
-        """Positions position ... position + count - 1, sorted by lane."""
+    def select(self, position: int, count: int, batches: int = 1) -> Selection:
+        """Positions position ... position + count - 1, sorted by lane; and the same of the batches that follow."""
         parts: list[Selection] = []
-        while count:
+        rest = count * batches
+        while rest:
             epoch, offset = divmod(position, self.size)
-            parts.append(self._block(epoch, offset // BLOCK)[offset % BLOCK :][:count])
-            position, count = position + len(parts[-1]), count - len(parts[-1])
+            parts.append(self._block(epoch, offset // BLOCK)[offset % BLOCK :][:rest])
+            position, rest = position + len(parts[-1]), rest - len(parts[-1])
         selection = Selection.join(parts)
-        return selection[np.argsort(selection.lane, kind="stable")]
+        in_batch = selection.lane + np.repeat(np.arange(batches) * self.lanes, count)
+        return selection[np.argsort(in_batch, kind="stable")]
 
     def pools(self, epoch: int, lane: int) -> int:
         """The number of pools of a lane in this epoch."""
         first = self._table(epoch).lane_pools
         return int(first[lane + 1] - first[lane])
 
-    def pools_of(self, epoch: int, pools: Sequence[tuple[int, int]]) -> list[PoolPlan]:
-        """All samples of some pools (lane, number); many pools cost little more than one."""
-        table = self._table(epoch)
-        assert all(0 <= number < self.pools(epoch, lane) for lane, number in pools)
-        numbers = [int(table.lane_pools[lane]) + number for lane, number in pools]
-        edges = [(int(table.pool_edges[n]), int(table.pool_edges[n + 1])) for n in numbers]
-        offsets = np.concatenate([np.arange(0), *(np.arange(*edge) for edge in edges)])
-        sample, piece, _ = self._look_up(table, offsets)
-        plans, first = [], 0
-        for (lane, _), (start, end) in zip(pools, edges):
-            part = slice(first, first := first + end - start)
-            position = epoch * self.size + (offsets[part] - self._bounds[lane]) * self.lanes + lane
-            plans.append(PoolPlan(sample[part], position, piece[part]))
-        return plans
+    def samples_of(self, epoch: int, units: np.ndarray) -> UnitSamples:
+        table, count = self._table(epoch), self._piece_count[units]
+        edges = np.append(0, np.cumsum(count))
+        k = np.arange(edges[-1]) - np.repeat(edges[:-1], count)
+        begin = table.piece_edges[table.places[units]]  # in the epoch's line
+        pool = np.repeat(np.searchsorted(table.pool_edges, begin, side="right") - 1, count)
+        first = table.pool_edges[pool]
+        offsets = first + table.in_pool.inverse(pool, np.repeat(begin, count) + k - first)
+        lane = np.repeat(np.searchsorted(self._lane_pieces, units, side="right") - 1, count)
+        position = epoch * self.size + (offsets - self._bounds[lane]) * self.lanes + lane
+        skip, unit = (np.repeat(column[units], count) for column in (self._piece_skip, self._piece_unit))
+        return UnitSamples(self._units.sample_at(unit, skip + k), position, edges)
 
     def _block_selection(self, epoch: int, number: int) -> Selection:
         """BLOCK positions of an epoch (fewer at its end), in order."""
@@ -260,8 +290,8 @@ class StreamingOrder(SampleOrder):
     def _look_up(self, table: _EpochTable, offsets: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """Sample, piece and pool (numbered over all lanes) at spots [n] of an epoch's line."""
         pool = np.searchsorted(table.pool_edges, offsets, side="right") - 1
-        first, end = table.pool_edges[pool], table.pool_edges[pool + 1]
-        offsets = first + permute_within(offsets - first, end - first, table.pool_keys[pool])
+        first = table.pool_edges[pool]
+        offsets = first + table.in_pool(pool, offsets - first)
         place = np.searchsorted(table.piece_edges, offsets, side="right") - 1
         piece = table.pieces[place]
         k = self._piece_skip[piece] + offsets - table.piece_edges[place]
@@ -289,14 +319,19 @@ class StreamingOrder(SampleOrder):
         lane = np.repeat(np.arange(self.lanes), in_lane)  # [P]
         first = self._lane_pieces[:-1][lane]
         lane_keys = mix_numpy(key + np.arange(self.lanes, dtype=np.uint64))
-        pieces = first + permute_within(np.arange(len(lane)) - first, in_lane[lane], lane_keys[lane])
+        pieces = first + Permutations(in_lane, lane_keys)(lane, np.arange(len(lane)) - first)
         edges = np.append(0, np.cumsum(self._piece_count[pieces]))
         pool_places = np.unique(np.searchsorted(edges, self._pool_bounds))  # [Q + 1]
+        places = np.empty_like(pieces)
+        places[pieces] = np.arange(len(pieces))
+        pool_edges = edges[pool_places]
+        pool_keys = mix_numpy(mix_numpy(key) + np.arange(len(pool_places) - 1, dtype=np.uint64))
         return _EpochTable(
             pieces=pieces,
+            places=places,
             piece_edges=edges,
-            pool_edges=edges[pool_places],
-            pool_keys=mix_numpy(mix_numpy(key) + np.arange(len(pool_places) - 1, dtype=np.uint64)),
+            pool_edges=pool_edges,
+            in_pool=Permutations(np.diff(pool_edges), pool_keys),
             lane_pools=np.searchsorted(pool_places, self._lane_pieces),
         )
 
@@ -306,9 +341,10 @@ class _EpochTable:
     """One epoch's line: the sequence of unit pieces, and the bounds of its pools."""
 
     pieces: np.ndarray  # [P] piece at each place of the line
+    places: np.ndarray  # [P] place of each piece
     piece_edges: np.ndarray  # [P + 1] samples before it
     pool_edges: np.ndarray  # [Q + 1] samples before each pool
-    pool_keys: np.ndarray  # [Q] uint64
+    in_pool: Permutations  # of the samples of each pool
     lane_pools: np.ndarray  # [lanes + 1] pools before each lane
 
 
@@ -321,14 +357,23 @@ class StreamOnceOrder(SampleOrder):
         self.streaming = streaming
         self.later = later
         self.lanes = max(streaming.lanes, later.lanes)
+        self.pieces = streaming.pieces
 
-    def select(self, position: int, count: int) -> Selection:
-        streamed = max(0, min(count, self.size - position))
-        parts = [self.streaming.select(position, streamed)] if streamed else []
-        if streamed < count:  # nothing is decoded after the first epoch
-            rest = self.later.select(position + streamed, count - streamed)
-            parts.append(replace(rest, unit=np.full(count - streamed, -1)))
+    def select(self, position: int, count: int, batches: int = 1) -> Selection:
+        streamed = max(0, min(batches, (self.size - position) // count))  # batches of the first epoch
+        parts = [self.streaming.select(position, count, streamed)] if streamed else []
+        position, batches = position + streamed * count, batches - streamed
+        if batches and position < self.size:  # a batch of both
+            rest = self.size - position
+            parts += [self.streaming.select(position, rest), self._select_later(self.size, count - rest, 1)]
+            position, batches = position + count, batches - 1
+        if batches:
+            parts.append(self._select_later(position, count, batches))
         return Selection.join(parts)
 
-    def pools_of(self, epoch: int, pools: Sequence[tuple[int, int]]) -> list[PoolPlan]:
-        return self.streaming.pools_of(epoch, pools)
+    def _select_later(self, position: int, count: int, batches: int) -> Selection:
+        later = self.later.select(position, count, batches)
+        return replace(later, unit=np.full(len(later), -1))  # nothing is decoded after the first epoch
+
+    def samples_of(self, epoch: int, units: np.ndarray) -> UnitSamples:
+        return self.streaming.samples_of(epoch, units)

@@ -123,16 +123,17 @@ def decode_frames(
     assert len(waiting) == len(frames), "frames must be distinct"
     reason = "the decoder returns no frame"
     for first, end, count in packet_ranges(index, frames):
-        pictures = _decoded(index, first, end, decoder_of or _decoder)
-        for item in pictures:
-            if isinstance(item, str):
-                reason = item
-            elif item.pts in waiting and not item.is_corrupt:
-                sink(waiting.pop(item.pts), item)
-                count -= 1
-                if not count:
-                    break  # without asking the decoder for what it has left
-        pictures.close()
+        decoded = _decoded(index, first, end, decoder_of or _decoder)
+        for pictures, problem in decoded:
+            reason = problem or reason
+            for picture in pictures:
+                place = None if picture.is_corrupt else waiting.pop(picture.pts, None)
+                if place is not None:
+                    sink(place, picture)
+                    count -= 1
+            if not count:
+                break  # without asking the decoder for what it has left
+        decoded.close()
     return {i: f"{reason} (at {pts * index.packets.time_base:.3f} s)" for pts, i in waiting.items()}
 
 
@@ -206,8 +207,8 @@ def packet_ranges(index: VideoIndex, frames: np.ndarray) -> list[tuple[int, int,
 
 def _decoded(
     index: VideoIndex, first: int, end: int, decoder_of: DecoderOf
-) -> Generator[av.VideoFrame | str]:
-    """Every frame of packets first..end-1, and a reason for each packet that can't be decoded."""
+) -> Generator[tuple[list[av.VideoFrame], str | None]]:
+    """Every frame of packets first..end-1, packet by packet, and why a packet can't be decoded."""
     decoder = decoder_of(index.packets)
     failed = False  # until the next key packet: frames before it refer to lost frames
     try:
@@ -217,13 +218,12 @@ def _decoded(
             try:
                 pictures, failed = decoder.decode(packet), False
             except av.FFmpegError as error:
-                yield from _drain(decoder)
+                yield _drain(decoder), str(error)
                 decoder.flush_buffers()
-                yield str(error)
                 failed = True
                 continue
-            yield from pictures
-        yield from _drain(decoder)
+            yield pictures, None
+        yield _drain(decoder), None
     finally:
         # Also if the consumer stopped early: frames left in the decoder must not reach the next request.
         decoder.flush_buffers()

@@ -1,7 +1,7 @@
 """A request to decode frames in another process, and its answer.
 
-A request contains all that decoding needs: the positions of the packets, or the packets themselves if the file is on a
-server, and where in shared memory each frame belongs. So a decode process knows nothing about the dataset.
+A request names files and frames, and where in shared memory each frame belongs. Where the packets of a file are is in
+shared memory too (see `shared_index.py`). The packets of a file on a server come with the request.
 """
 
 from __future__ import annotations
@@ -10,41 +10,36 @@ import time
 from bisect import bisect_right
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from functools import lru_cache
+from itertools import pairwise
 
 import av
 import numpy as np
 
 from flexor.core.errors import DatasetError, SourceError
-from flexor.data.storage.ranges import LocalRanges, Ranges
 from flexor.data.storage.read_time import read_seconds
-from flexor.data.video.decode import VideoIndex, bytes_read, decode_frames, packet_ranges, packets_together
+from flexor.data.video.decode import VideoIndex, bytes_read, decode_frames
 from flexor.data.video.planes import PlaneFormat, pack
 
-__all__ = ["DecodeAnswer", "DecodeRequest", "FramesOfFile", "decode_request", "frames_of_file"]
-
-
-@dataclass(frozen=True, eq=False)
-class FramesOfFile:
-    """Distinct frames of one video file, and the slots of each; two rows of a dataset may have the same frame."""
-
-    index: VideoIndex
-    """Of these frames and the packets that they need, and nothing else of the file."""
-    edges: np.ndarray  # [F + 1] the first slot of each frame in `offsets` and `places`
-    offsets: np.ndarray  # [n] where a slot begins in shared memory
-    places: np.ndarray  # [n] the number of the frame in the request
+__all__ = ["DecodeAnswer", "DecodeRequest", "PacketBytes", "decode_request"]
 
 
 @dataclass(frozen=True, eq=False)
 class DecodeRequest:
-    """Frames of one camera."""
+    """Frames of one camera. A frame may be requested several times: for two rows of a dataset, or two windows."""
 
     format: PlaneFormat
-    files: list[FramesOfFile]
+    places: np.ndarray
+    """[3, n] where the index of each frame's file begins, its number in the file, and where its slot begins.
+
+    Frames whose file is negative are left out."""
+    packets: dict[int, PacketBytes] = field(default_factory=dict)
+    """Of files that only the other process can read, by where their index begins."""
 
     @property
     def nbytes(self) -> int:
         """Of the decoded frames."""
-        return self.format.nbytes * sum(len(frames.offsets) for frames in self.files)
+        return self.format.nbytes * self.places.shape[1]
 
 
 @dataclass
@@ -79,65 +74,30 @@ class PacketBytes:
         """Nothing to do: all of it is here."""
 
 
-def frames_of_file(
-    index: VideoIndex, frames: np.ndarray, offsets: np.ndarray, places: np.ndarray
-) -> FramesOfFile:
-    """frames[i], a number in the file, belongs at offsets[i] and is number places[i] of the request."""
-    order = np.argsort(frames, kind="stable")
-    frames = frames[order]
-    is_first = np.append(True, frames[1:] != frames[:-1])
-    edges = np.append(np.flatnonzero(is_first), len(frames))
-    return FramesOfFile(_part(index, frames[is_first]), edges, offsets[order], places[order])
+def decode_request(
+    request: DecodeRequest,
+    slot: Callable[[int, int], np.ndarray],
+    index_at: Callable[[int], VideoIndex],
+) -> DecodeAnswer:
+    """Decode; `slot(offset, bytes)` is a frame's memory, `index_at(offset)` the index that begins there.
 
-
-def _part(index: VideoIndex, frames: np.ndarray) -> VideoIndex:
-    """The index of some frames, in the order of the file: with the packets that they need."""
-    spans = packet_ranges(index, frames)
-    first = np.array([span[0] for span in spans])
-    # One more packet, which nothing needs, stays between ranges: they are decoded separately, as in the whole file.
-    length = np.array([end - first + 1 for first, end, _ in spans])
-    begin = np.cumsum(length) - length
-    numbers = np.arange(length.sum()) + np.repeat(first - begin, length)
-    numbers = np.minimum(numbers, len(index.packets) - 1)
-    shift = (begin - first)[np.searchsorted(first, index.start[frames], side="right") - 1]
-    packets = index.packets
-    some = replace(
-        packets,
-        offset=packets.offset[numbers],
-        size=packets.size[numbers],
-        key=packets.key[numbers],
-        pts=packets.pts[numbers],
-        hidden=packets.hidden[numbers],
-    )
-    return VideoIndex(
-        ranges=_readable_elsewhere(index, spans),
-        packets=some,
-        packet=index.packet[frames] + shift,
-        frame_pts=index.frame_pts[frames],
-        times=index.times[frames],
-        start=index.start[frames] + shift,
-    )
-
-
-def _readable_elsewhere(index: VideoIndex, spans: list[tuple[int, int, int]]) -> Ranges:
-    """The file, for another process: local files are opened there, of others the packets are read here."""
-    ranges = index.ranges
-    if isinstance(ranges, LocalRanges):
-        return ranges
-    parts = []
-    for first, end, _ in spans:
-        for low, high in packets_together(index, first, end):
-            parts.append((low, ranges.read(low, high - low)))
-    return PacketBytes(ranges.name, ranges.size, parts)
-
-
-def decode_request(request: DecodeRequest, slot: Callable[[int, int], np.ndarray]) -> DecodeAnswer:
-    """Decode; `slot(offset, bytes)` is a frame's memory. The only errors that it raises are those of the program."""
-    answer = DecodeAnswer()
+    The only errors that it raises are those of the program."""
+    answer, format = DecodeAnswer(), _same_format(request.format)
     wall, cpu, read, count = time.perf_counter(), time.thread_time(), read_seconds(), bytes_read()
+    order = np.lexsort(request.places[1::-1])
+    files, frames, offsets = request.places[:, order]
+    edges = [0, *(np.flatnonzero(np.diff(files)) + 1).tolist(), len(files)]
     try:
-        for frames in request.files:
-            answer.bad |= _decode_file(request.format, frames, slot)
+        for first, end in pairwise(edges):
+            part = slice(first, end)
+            file = int(files[first])
+            if file < 0:
+                continue
+            index = index_at(file)
+            if file in request.packets:
+                index = replace(index, ranges=request.packets[file])
+            bad = _decode_file(format, index, frames[part], offsets[part], slot)
+            answer.bad |= {int(order[first + place]): reason for place, reason in bad.items()}
     except SourceError as error:
         answer.unreachable = str(error)
     answer.wall_s, answer.cpu_s = time.perf_counter() - wall, time.thread_time() - cpu
@@ -145,23 +105,33 @@ def decode_request(request: DecodeRequest, slot: Callable[[int, int], np.ndarray
     return answer
 
 
+@lru_cache
+def _same_format(format: PlaneFormat) -> PlaneFormat:
+    """The same object for equal formats: comparing it with itself is fast."""
+    return format
+
+
 def _decode_file(
-    format: PlaneFormat, frames: FramesOfFile, slot: Callable[[int, int], np.ndarray]
+    format: PlaneFormat,
+    index: VideoIndex,
+    frames: np.ndarray,
+    offsets: np.ndarray,
+    slot: Callable[[int, int], np.ndarray],
 ) -> dict[int, str]:
-    """Decode the frames of one file; the frames that can't be decoded, by their number in the request."""
-    edges, offsets, places = frames.edges.tolist(), frames.offsets.tolist(), frames.places.tolist()
+    """Decode frames of one file, ascending, to these offsets; those that can't be decoded, by their place."""
+    edges = [0, *(np.flatnonzero(np.diff(frames)) + 1).tolist(), len(frames)]  # of distinct frames
+    slots, nbytes = offsets.tolist(), format.nbytes
     missing = dict.fromkeys(range(len(edges) - 1))
-    nbytes = format.nbytes
 
     def put(i: int, frame: av.VideoFrame) -> None:
-        for offset in offsets[edges[i] : edges[i + 1]]:
+        for offset in slots[edges[i] : edges[i + 1]]:
             pack(frame, format, slot(offset, nbytes))
         del missing[i]
 
     try:
-        bad = decode_frames(frames.index, np.arange(len(edges) - 1), put)
+        bad = decode_frames(index, frames[edges[:-1]], put)
     except SourceError:
         raise
     except DatasetError as error:
         bad = dict.fromkeys(missing, str(error))
-    return {place: reason for i, reason in bad.items() for place in places[edges[i] : edges[i + 1]]}
+    return {place: reason for i, reason in bad.items() for place in range(edges[i], edges[i + 1])}

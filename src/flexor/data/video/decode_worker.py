@@ -15,11 +15,14 @@ import socket
 import struct
 import sys
 import traceback
+from collections import OrderedDict
 from contextlib import suppress
 
 import numpy as np
 
+from flexor.data.video.decode import VideoIndex
 from flexor.data.video.decode_request import DecodeAnswer, decode_request
+from flexor.data.video.shared_index import read_index
 
 __all__ = ["IGNORED_SIGNALS", "LENGTH", "main", "message"]
 
@@ -32,6 +35,7 @@ IGNORED_SIGNALS = tuple(
 )
 """They are for the parent, which may still need frames to end as it should."""
 PARENT_CHECK_S = 1.0
+MOST_INDEXES = 256  # views of shared memory: they take some kilobytes each
 
 
 def message(content: object) -> bytes:
@@ -41,17 +45,19 @@ def message(content: object) -> bytes:
 
 
 def main() -> None:
-    """Arguments: the socket, the shared memory and the parent's process id."""
+    """Arguments: the socket, the memory for frames, that with indexes of files, and the parent's process id."""
     for number in IGNORED_SIGNALS:
         signal.signal(number, signal.SIG_IGN)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, IGNORED_SIGNALS)
-    connection, memory, parent = int(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])
+    connection, frames, indexes, parent = map(int, sys.argv[1:])
     with suppress(ConnectionError, EOFError):  # the parent has ended, or needs this process no longer
-        serve(socket.socket(fileno=connection), SharedSlots(memory), parent)
+        serve(
+            socket.socket(fileno=connection), SharedSlots(frames), FileIndexes(SharedSlots(indexes)), parent
+        )
     os._exit(0)  # nothing needs to be cleaned up
 
 
-def serve(connection: socket.socket, memory: SharedSlots, parent: int) -> None:
+def serve(connection: socket.socket, frames: SharedSlots, indexes: FileIndexes, parent: int) -> None:
     """Answer requests until the parent closes the connection."""
     while True:
         while not select.select([connection], [], [], PARENT_CHECK_S)[0]:
@@ -60,7 +66,7 @@ def serve(connection: socket.socket, memory: SharedSlots, parent: int) -> None:
         (length,) = LENGTH.unpack(receive(connection, LENGTH.size))
         request = pickle.loads(receive(connection, length))  # noqa: S301  (from the parent)
         try:
-            answer = decode_request(request, memory.slot)
+            answer = decode_request(request, frames.slot, indexes.index)
         except Exception:
             answer = DecodeAnswer(failure=traceback.format_exc())
         connection.sendall(message(answer))
@@ -78,8 +84,24 @@ def receive(connection: socket.socket, count: int) -> bytearray:
     return data
 
 
+class FileIndexes:
+    """Indexes in the parent's memory; the most recently used ones are kept."""
+
+    def __init__(self, memory: SharedSlots):
+        self.memory = memory
+        self._indexes: OrderedDict[int, VideoIndex] = OrderedDict()
+
+    def index(self, offset: int) -> VideoIndex:
+        if offset not in self._indexes:
+            self._indexes[offset] = read_index(offset, self.memory.slot)
+            while len(self._indexes) > MOST_INDEXES:
+                self._indexes.popitem(last=False)
+        self._indexes.move_to_end(offset)
+        return self._indexes[offset]
+
+
 class SharedSlots:
-    """The parent's memory for frames; it grows."""
+    """The parent's memory; it grows."""
 
     def __init__(self, descriptor: int):
         self.descriptor = descriptor

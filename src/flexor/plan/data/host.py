@@ -16,7 +16,7 @@ from typing import Any
 from flexor.core.machine import pinned_bytes
 from flexor.data.loader.choose_order import LEAST_POOL, MOST_POOL, TARGET_UNITS
 from flexor.data.loader.loader import prefetched_groups, steps_of_group
-from flexor.data.loader.open import JPEG_SHARE, MANY_WORKERS
+from flexor.data.loader.open import JPEG_SHARE, MANY_WORKERS, ahead_bytes
 from flexor.data.settings import CacheConfig, parse_image_size
 from flexor.data.video.decode import MAX_DECODERS
 from flexor.data.video.planes import PlaneFormat
@@ -166,7 +166,7 @@ def host_memory(
     frames = {(c.codec, c.height, c.width): c.pixels * 3 // 2 for c in data.cameras}
     per_thread = sum(sorted(frames.values())[-MAX_DECODERS:]) * DECODER_FRAMES
     in_processes = bool(data.cameras) and loading.tier == "stream" and loading.workers >= MANY_WORKERS
-    process = DECODE_PROCESS if in_processes else 0
+    process = DECODE_PROCESS + ahead_bytes(cache, 1) if in_processes else 0
     return HostMemory(
         processes=ranks * PROCESS[loading.gpu],
         decoders=ranks * max(1, loading.workers) * (per_thread + process) if on_cpu else 0,
@@ -236,7 +236,7 @@ DECODE_S: Mapping[str, tuple[float, float]] = {
 AV1 on an ARM core, the others on an x86 core (benchmarks/results, 2026-11-15); HEVC and VP9 with many key frames and
 single images are estimates."""
 FRAME_S = 30e-6  # core seconds of a worker for any frame, however small
-PYTHON_S = 25e-6
+PYTHON_S = 10e-6
 """Seconds of a rank's interpreter for each frame: planning, requests and bookkeeping. All else is done by workers."""
 GATHER_S = 0.1e-3  # core seconds to copy such a frame into a batch
 REACHED = 0.8  # share of the pure decoding speed that loading reaches
