@@ -26,6 +26,7 @@ LAYERS = {
             "serve",
             "bench",
             "launch",
+            "ui",
         ),
         *("cli", "__main__"),
     ],

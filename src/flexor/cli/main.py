@@ -24,6 +24,7 @@ VERBS = {
     "plan": "estimate memory, time and cost of a run on any GPU, before you start it",
     "train": "train a policy (without arguments: on the built-in task)",
     "resume": "continue a run exactly from its newest checkpoint",
+    "ui": "show runs, plans, datasets and servers in a browser",
     "watch": "show runs on a live screen in the terminal: loss, speed, time left, plan against reality",
     "report": "write one HTML page about runs: curves, plan against reality, differences of settings, videos",
     "diagnose": "find what limits the speed of a run (data, launches, GPU, ...), and which change helps most",
@@ -43,6 +44,8 @@ START = """Train robot policies on LeRobot datasets. Three commands to start wit
   flexor demo                                       train a small policy and evaluate it, in minutes on a CPU
   flexor plan --policy.type=act --gpu="RTX 4090"    predict memory, time and cost of a run, without a GPU
   flexor train --dataset.repo_id=USER/NAME          train a policy on a dataset of yours
+
+To see runs, plans and datasets in a browser: flexor ui
 
 `flexor --help` lists all commands.
 """

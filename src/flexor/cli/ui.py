@@ -1,0 +1,51 @@
+"""`flexor ui`: runs, plans, datasets and servers in a browser."""
+
+from __future__ import annotations
+
+import webbrowser
+from pathlib import Path
+
+from flexor.core.console import print_text
+from flexor.core.errors import ConfigError
+from flexor.core.option_parser import OptionParser
+
+
+def run(arguments: list[str]) -> int:
+    from flexor.ui.application import make_server
+    from flexor.ui.server import PORT
+
+    parsed = parser(PORT).parse_args(arguments)
+    for path in parsed.paths:
+        if not path.is_dir():
+            raise ConfigError(f"{path} {'is a file' if path.exists() else 'does not exist'}: name a folder.")
+    with make_server(parsed.port, parsed.paths or [Path("runs")]) as server:
+        print_text(
+            f"Open  {server.link}\n"
+            "This link works on this machine. On another one, first:\n"
+            f"  ssh -L {server.server_port}:127.0.0.1:{server.server_port} USER@THIS_MACHINE\n"
+            "Ctrl-C ends it. Runs go on."
+        )
+        if parsed.open:
+            webbrowser.open(server.link)
+        try:
+            server.serve_forever(poll_interval=0.2)
+        except KeyboardInterrupt:
+            return 0
+    return 0
+
+
+def parser(port: int) -> OptionParser:
+    text = (
+        "Show runs, plans, datasets and policy servers in a browser. The page is served on this machine only, to who "
+        "has the link. It needs no network and changes nothing, but for notes that you type and lists of episodes to "
+        "leave out."
+    )
+    parser = OptionParser(prog="flexor ui", description=text)
+    parser.add_argument(
+        "paths", nargs="*", type=Path, help="runs, folders of runs, and datasets (default: runs)"
+    )
+    parser.add_argument(
+        "--port", type=int, default=port, metavar="N", help=f"port (default {port}; 0: any free one)"
+    )
+    parser.add_argument("--open", action="store_true", help="open the page in a browser")
+    return parser
