@@ -45,9 +45,9 @@ CONTRAST = """(() => {
 
 # Controls without a name for who does not see them.
 NAMELESS = """[...document.querySelectorAll("button, input, select, textarea, a[href], summary")]
-  .filter((element) => element.checkVisibility() && !element.ariaLabel && !element.textContent.trim()
-    && !element.labels?.length && !element.closest("label"))
-  .map((element) => element.outerHTML.slice(0, 120))"""
+  .filter((element) => element.checkVisibility() && !element.ariaLabel)
+  .filter((element) => !element.textContent.trim() && !element.labels?.length && !element.closest("label"))
+  .map((element) => element.outerHTML.slice(0, 99))"""
 
 # Elements that are cut off at the right edge of the window, but for what scrolls.
 TOO_WIDE = """[...document.querySelectorAll("main *")]

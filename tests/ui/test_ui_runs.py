@@ -69,6 +69,7 @@ def test_the_signals_that_matter_are_drawn_and_the_rest_is_folded(browser: Brows
         summaries = browser.run("[...document.querySelectorAll('.folds summary')].map((e) => e.innerText)")
         assert any("everything else" in text for text in summaries)
         browser.run("document.querySelector('.folds details').open = true")
+        browser.run("document.querySelector('.folds').scrollIntoView()")
         browser.wait("document.querySelectorAll('.folds path.curve').length > 0")
         # the success rate is drawn from 0 to 100 %, with its interval
         axis = browser.run(

@@ -3,18 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from flexor.core.text import one_line
 from flexor.core.version import VERSION
 from flexor.pages.page import page
-from flexor.ui.replies import NotFound, Reply, Request, json_reply
+from flexor.ui.replies import LinesReply, NotFound, Reply, Request, json_reply
 from flexor.ui.runs import RunShelf
 from flexor.ui.server import Route, UIServer
 
-STYLES = (("flexor.ui", "ui.css"),)
-SCRIPTS = tuple(("flexor.ui", name) for name in ("app.js", "runs.js", "run.js", "main.js"))
+if TYPE_CHECKING:
+    from flexor.ui.plans import Planning
+
+STYLES = (("flexor.pages", "parts.css"), ("flexor.plan.show", "plan.css"), ("flexor.ui", "ui.css"))
+SCRIPTS = (
+    *(("flexor.pages", "parts.js"), ("flexor.plan.show", "plan_view.js")),
+    *(("flexor.ui", name) for name in ("app.js", "runs.js", "run.js", "plan.js", "main.js")),
+)
 
 
 def make_server(port: int, folders: list[Path]) -> UIServer:
@@ -27,7 +34,7 @@ def make_server(port: int, folders: list[Path]) -> UIServer:
             raise NotFound("There is nothing here.")
         return Reply(html.encode(errors="replace"), "text/html; charset=utf-8")
 
-    return UIServer(port, {"": home, **_run_reads(shelf)}, _run_writes(shelf))
+    return UIServer(port, {"": home, **_run_reads(shelf), **_plan_reads()}, _run_writes(shelf))
 
 
 def _about(folders: list[Path]) -> dict[str, Any]:
@@ -47,6 +54,22 @@ def _run_reads(shelf: RunShelf) -> Mapping[str, Route]:
         "log": lambda request: json_reply({"text": shelf.log_text(_first(request))}),
         "video": lambda request: shelf.video(_first(request), "/".join(request.words[1:])),
     }
+
+
+def _plan_reads() -> Mapping[str, Route]:
+    @cache
+    def planning() -> Planning:
+        """Imported when somebody plans: it takes torch."""
+        from flexor.ui.plans import Planning
+
+        return Planning()
+
+    def plan(request: Request) -> LinesReply:
+        from flexor.ui.plans import PlanRequest
+
+        return LinesReply(planning().answers(PlanRequest.read(request.query)))
+
+    return {"plan": plan, "plan-options": lambda request: json_reply(planning().options())}
 
 
 def _run_writes(shelf: RunShelf) -> Mapping[str, Route]:
