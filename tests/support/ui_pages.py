@@ -38,7 +38,8 @@ CONTRAST = """(() => {
     const [a, b] = [light(numbers(front)), light(behind(element))].sort((x, y) => y - x);
     const [size, bold] = [parseFloat(style.fontSize), style.fontWeight >= 700];
     const large = size >= 24 || (size >= 18.66 && bold);
-    if ((a + 0.05) / (b + 0.05) < (large ? 3 : 4.5)) bad.push([text.slice(0, 40), ((a + 0.05) / (b + 0.05)).toFixed(2)]);
+    const contrast = (a + 0.05) / (b + 0.05);
+    if (contrast < (large ? 3 : 4.5)) bad.push([text.slice(0, 40), contrast.toFixed(2)]);
   }
   return bad;
 })()"""

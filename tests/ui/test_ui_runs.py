@@ -94,7 +94,9 @@ def test_the_pointer_shows_all_runs_at_a_step(browser: Browser, tmp_path: Path):
         browser.wait("document.querySelector('.tooltip:not([hidden])') !== null")
         rows = browser.run("[...document.querySelectorAll('.tooltip tr')].map((e) => e.innerText)")
         assert rows[0] == "two\t9.5" and rows[1].startswith("one")
-        cursors = browser.run("[...document.querySelectorAll('.cursor')].map((e) => Number(e.getAttribute('x1')))")
+        cursors = browser.run(
+            "[...document.querySelectorAll('.cursor')].map((e) => Number(e.getAttribute('x1')))"
+        )
         assert sum(place > 0 for place in cursors) > 3  # on all plots
         assert browser.errors == []
 

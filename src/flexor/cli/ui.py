@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import webbrowser
 from pathlib import Path
 
@@ -9,16 +10,20 @@ from flexor.core.console import print_text
 from flexor.core.errors import ConfigError
 from flexor.core.option_parser import OptionParser
 
+KEY = "FLEXOR_API_KEY"
+
 
 def run(arguments: list[str]) -> int:
     from flexor.ui.application import make_server
+    from flexor.ui.policy_server import DEFAULT, PolicyServer
     from flexor.ui.server import PORT
 
-    parsed = parser(PORT).parse_args(arguments)
+    parsed = parser(PORT, DEFAULT).parse_args(arguments)
     for path in parsed.paths:
         if not path.is_dir():
             raise ConfigError(f"{path} {'is a file' if path.exists() else 'does not exist'}: name a folder.")
-    with make_server(parsed.port, parsed.paths or [Path("runs")]) as server:
+    policies = PolicyServer(parsed.server, os.environ.get(KEY))
+    with make_server(parsed.port, parsed.paths or [Path("runs")], policy_server=policies) as server:
         print_text(
             f"Open  {server.link}\n"
             "This link works on this machine. On another one, first:\n"
@@ -34,7 +39,7 @@ def run(arguments: list[str]) -> int:
     return 0
 
 
-def parser(port: int) -> OptionParser:
+def parser(port: int, policy_server: str) -> OptionParser:
     text = (
         "Show runs, plans, datasets and policy servers in a browser. The page is served on this machine only, to who "
         "has the link. It needs no network and changes nothing, but for notes that you type and lists of episodes to "
@@ -46,6 +51,12 @@ def parser(port: int) -> OptionParser:
     )
     parser.add_argument(
         "--port", type=int, default=port, metavar="N", help=f"port (default {port}; 0: any free one)"
+    )
+    parser.add_argument(
+        "--server",
+        default=policy_server,
+        metavar="URL",
+        help=f"the `flexor serve` to show (default {policy_server}); its key is read from ${KEY}",
     )
     parser.add_argument("--open", action="store_true", help="open the page in a browser")
     return parser

@@ -15,7 +15,8 @@ function duration(value) {
   if (value < 90) return `${Number(value.toPrecision(2))} s`;
   if (value < 3600) return `${Math.round(value / 60)} min`;
   const minutes = Math.round(value / 60);
-  if (value < 48 * 3600) return `${Math.floor(minutes / 60)} h ${String(minutes % 60).padStart(2, "0")} min`;
+  const rest = minutes % 60 ? ` ${String(minutes % 60).padStart(2, "0")} min` : "";
+  if (value < 48 * 3600) return `${Math.floor(minutes / 60)} h${rest}`;
   return `${(value / 86400).toFixed(1)} days`;
 }
 

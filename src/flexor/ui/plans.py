@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import threading
 from collections import OrderedDict
 from collections.abc import Callable, Generator, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -88,13 +87,12 @@ def _count(query: Mapping[str, str], name: str, otherwise: int | None) -> int | 
 
 
 class Planning:
-    """One plan at a time. A newer request ends what is left of the one before."""
+    """A newer request ends what is left of the one before, and does not wait for it."""
 
     def __init__(self) -> None:
         self._traces: OrderedDict[str, Traces] = OrderedDict()
-        self._busy = threading.Lock()
         self._newest = 0
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="plan")
+        self._first, self._later = (ThreadPoolExecutor(1, thread_name_prefix="plan") for _ in range(2))
 
     @cached_property
     def hardware(self) -> Hardware:
@@ -122,13 +120,10 @@ class Planning:
         """Messages: `tracing` while a step is traced, `plan`, `largest`, `choices` part by part, `changes`, `done`."""
         self._newest += 1
         number = self._newest
-        with self._busy:
-            if number != self._newest:
-                return
-            try:
-                yield from self._answers(request, lambda: number == self._newest)
-            except FlexorError as error:
-                yield {"error": str(error)}
+        try:
+            yield from self._answers(request, lambda: number == self._newest)
+        except FlexorError as error:
+            yield {"error": str(error)}
 
     def _answers(self, request: PlanRequest, is_newest: Callable[[], bool]) -> Iterator[dict[str, Any]]:
         config, robot = _described(request)
@@ -136,12 +131,12 @@ class Planning:
         traces = self._traces_of(config)
         site = site_of(self.hardware, self.hardware.find(request.gpu), request.gpus)
         job = _Job(config, data, site, traces, self.hardware)
-        plan = yield from self._in_thread(job.plan, traces)
+        plan = yield from self._watched(self._first.submit(job.plan), traces)
         about = {"command": _command(request), "robot": robot.describe()}
         yield {"plan": plan_to_json(plan, alone(plan, traces)), **about}
         if not is_newest():
             return
-        yield {"largest": (yield from self._in_thread(lambda: job.largest(plan), traces))}
+        yield {"largest": (yield from self._watched(self._later.submit(job.largest, plan), traces))}
         if not plan.fits:
             yield from self._changes(job, plan)
         if is_newest():
@@ -150,8 +145,8 @@ class Planning:
 
     def _changes(self, job: _Job, plan: Plan) -> Iterator[dict[str, Any]]:
         yield {"looking": "what makes it fit"}
-        advice = lambda: advise(plan, self.hardware, job.config, job.traces)  # noqa: E731
-        changes, remedy = yield from self._in_thread(advice, job.traces)
+        advice = self._later.submit(advise, plan, self.hardware, job.config, job.traces)
+        changes, remedy = yield from self._watched(advice, job.traces)
         yield {
             "changes": [change_to_json(change) for change in changes],
             "remedy": [change.setting for change in remedy],
@@ -171,10 +166,9 @@ class Planning:
         rest = len(choices) % TOGETHER
         yield {"choices": [_listed(each) for each in choices[len(choices) - rest :]]}
 
-    def _in_thread(self, work: Callable[[], T], traces: Traces) -> Generator[dict[str, Any], None, T]:
-        """The result of some work; messages about new traces meanwhile."""
+    def _watched(self, future: Future[T], traces: Traces) -> Generator[dict[str, Any], None, T]:
+        """What is computed in a thread; messages about new traces meanwhile."""
         before = len(traces.made)
-        future: Future[T] = self._thread.submit(work)
         while True:
             try:
                 return future.result(NEWS_S)

@@ -21,7 +21,6 @@ function planAnswer(plan, largest) {
     make("b", {}, fits ? "fits" : "does not fit"),
     ` on ${machineName(plan)}`,
   );
-  const would = fits ? "" : "would need ";
   const figures = [
     ["Peak memory", gigabytes(memory.peak_bytes), `${fits ? "of" : "it has"} ${gigabytes(memory.gpu_bytes)}`],
     ["A step", duration(time.step_s), `± ${percent(time.spread)}`],
@@ -37,7 +36,7 @@ function planAnswer(plan, largest) {
     "div",
     { class: "answer" },
     line,
-    make("p", { class: "soft" }, `${batch}. ${would ? "" : ""}${brief(plan.parameters / 1e6)} M parameters, ${trained} of them trained.`),
+    make("p", { class: "soft" }, `${batch}. ${brief(plan.parameters / 1e6)} M parameters, ${trained} of them trained.`),
     make("div", { class: "figures-row" }, figures.map(([name, value, more]) => make("div", { class: "figure" }, make("span", { class: "soft" }, name), make("b", {}, value), make("small", { class: "soft" }, more)))),
     planWarnings(plan),
   );
