@@ -145,3 +145,21 @@ def test_every_width_of_the_plan(browser: Browser, tmp_path: Path):
         check_page(
             browser, f"{server.link}#plan", f"{PLANNED} && document.querySelector('.choices') !== null"
         )
+
+
+@in_browser
+@pytest.mark.parametrize(
+    ("gpu", "answer"), [("RTX 4090,A100 80GB", "act fits on RTX 4090"), ("RTX 3060", "act does not fit")]
+)
+def test_the_page_of_a_plan_has_its_answer_first(browser: Browser, tmp_path: Path, gpu: str, answer: str):
+    size = "8" if "4090" in gpu else "4096"
+    settings = [f"--{name}={value}" for name, value in SMALL.items()] + [f"--batch_size={size}"]
+    page = tmp_path / "plan.html"
+    assert cli.main(["plan", *settings, f"--gpu={gpu}", f"--html={page}"]) == ("not" in answer)
+    address = page.resolve().as_uri()
+    check_page(browser, address, PLANNED)
+    assert text_of(browser, ".verdict-line").startswith(answer)
+    top = browser.run("document.querySelector('.verdict-line').getBoundingClientRect().bottom + scrollY")
+    assert top < 300 and "GB" in text_of(browser, ".figures-row")
+    assert ("What makes it fit" in text_of(browser, "body")) == ("not" in answer)
+    assert browser.requests == [address]  # it loads nothing

@@ -15,14 +15,14 @@ KEY = "FLEXOR_API_KEY"
 
 def run(arguments: list[str]) -> int:
     from flexor.ui.application import make_server
-    from flexor.ui.policy_server import DEFAULT, PolicyServer
+    from flexor.ui.policy_server import DEFAULT, WatchedServer
     from flexor.ui.server import PORT
 
     parsed = parser(PORT, DEFAULT).parse_args(arguments)
     for path in parsed.paths:
         if not path.is_dir():
             raise ConfigError(f"{path} {'is a file' if path.exists() else 'does not exist'}: name a folder.")
-    policies = PolicyServer(parsed.server, os.environ.get(KEY))
+    policies = WatchedServer(parsed.server, os.environ.get(KEY))
     with make_server(parsed.port, parsed.paths or [Path("runs")], policy_server=policies) as server:
         print_text(
             f"Open  {server.link}\n"

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from flexor.core.text import one_line
 from flexor.core.version import VERSION
 from flexor.pages.page import page
-from flexor.ui.policy_server import PolicyServer
+from flexor.ui.policy_server import WatchedServer
 from flexor.ui.replies import FileReply, LinesReply, NotFound, Reply, Request, json_reply
 from flexor.ui.runs import RunShelf
 from flexor.ui.server import Route, UIServer
@@ -31,7 +31,7 @@ SCRIPTS = (
 
 
 def make_server(
-    port: int, folders: list[Path], *, lists: Path | None = None, policy_server: PolicyServer | None = None
+    port: int, folders: list[Path], *, lists: Path | None = None, policy_server: WatchedServer | None = None
 ) -> UIServer:
     """The application's server, which does not answer yet: `serve_forever` does.
 
@@ -47,7 +47,7 @@ def make_server(
         return Reply(html.encode(errors="replace"), "text/html; charset=utf-8")
 
     data_reads, data_writes = _data_routes(datasets, shelf, lists or Path.cwd())
-    serving = policy_server or PolicyServer()
+    serving = policy_server or WatchedServer()
     reads = {
         "": home,
         **_run_reads(shelf),

@@ -17,7 +17,7 @@ LARGEST = 16 << 20
 SCHEMES = {"ws": "http", "wss": "https", "http": "http", "https": "https"}
 
 
-class PolicyServer:
+class WatchedServer:
     """`url`: as robots are given it, ws://host:port, or http://."""
 
     def __init__(self, url: str = DEFAULT, key: str | None = None):
