@@ -94,6 +94,7 @@ function linePlot(
   };
   whenNear(element, () => {
     near = true;
+    redraw(); // at once, for a page that is printed
     new ResizeObserver(redraw).observe(svg);
   });
   group.add(redraw, (value) => moveCursor(plot, value));

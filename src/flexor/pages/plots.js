@@ -1,13 +1,12 @@
 "use strict";
 // Plots as SVG: curves with a cursor and zoom, and histograms.
 
-// The first are colours that people with colour blindness can tell apart (Okabe and Ito).
-const CURVE_COLOURS = ["#0072b2", "#e69f00", "#009e73", "#cc79a7", "#56b4e9", "#d55e00", "#8a7d00", "#7a5195"];
+const NAMED_COLOURS = 8; // --curve-0 to --curve-7 in shared.css
 
 const ZOOM_HINT = "drag over a plot to zoom, double-click to see all";
 
 function curveColour(number) {
-  return CURVE_COLOURS[number] ?? `hsl(${(number * 137.5) % 360} 60% 52%)`;
+  return number < NAMED_COLOURS ? `var(--curve-${number})` : `hsl(${(number * 137.5) % 360} 60% 52%)`;
 }
 
 /**
