@@ -38,6 +38,7 @@ VERBS = {
     "bench": "measure one part, and the limits of the hardware: data, step, policy, serve",
     "demo": "record, train and evaluate on the built-in task, in a few minutes on a CPU",
     "doctor": "check this machine, and print what a bug report needs",
+    "completion": "print a script with which bash, zsh or fish complete commands, settings and values",
 }
 START = """Train robot policies on LeRobot datasets. Three commands to start with:
 
@@ -55,7 +56,7 @@ Train robot policies on LeRobot datasets.
 
 {verbs}
 
-`flexor COMMAND --help` shows the options. With --json, commands that print a report print one JSON object instead.
+`flexor help COMMAND` shows the options. With --json, commands that print a report print one JSON object instead.
 Code that is only named by a checkpoint or a run is not executed unless you trust it: --trust=path/to/file.py:CLASS.
 """
 
@@ -95,6 +96,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     if not arguments:
         print_text(START)
         return 0
+    if arguments[0] == "help" and len(arguments) > 1:
+        arguments = [*arguments[1:], "--help"]
     if arguments[0] in ("-h", "--help", "help"):
         print_text(USAGE.format(verbs="\n".join(f"  {verb:11} {text}" for verb, text in VERBS.items())))
         return 0
