@@ -29,6 +29,7 @@ import torch
 from flexor.cli import main as cli
 from flexor.cli.plan import parser as plan_flags
 from flexor.cli.serve import parser as serve_flags
+from flexor.cli.ui import parser as ui_flags
 from flexor.config.accelerate_flags import SHARDING
 from flexor.config.lerobot_flags import ALIASES, HARMLESS, IGNORED
 from flexor.config.lerobot_runtime import TRANSLATED
@@ -203,6 +204,8 @@ def test_other_commands_parse(page, tmp_path, monkeypatch):
             assert cli.main([verb, *words]) == 0
         elif verb == "serve":
             assert all(word.startswith("--policy.") for word in serve_flags().parse_known_args(words)[1])
+        elif verb == "ui":
+            ui_flags().parse_args(words)
         elif verb == "demo":
             load_config(["--config=demo", *[w for w in words if not w.startswith("--output-dir")]])
         else:

@@ -48,7 +48,7 @@ LAYERS = {
         *("show", "repair", "edit", "push"),
     ],
     "runs": [
-        *("jsonl", "series", "find", "process", "text", "health", "state", "reader"),
+        *("jsonl", "series", "find", "process", "text", "signals", "health", "state", "reader"),
         *("diagnosis", "watch", "report"),
     ],
     "plan": [
@@ -83,6 +83,7 @@ LAYERS = {
             "validate",
             "step",
             "graph",
+            "disk_space",
             "health",
             "diagnose",
             "run_log",

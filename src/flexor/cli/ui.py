@@ -15,10 +15,9 @@ KEY = "FLEXOR_API_KEY"
 
 def run(arguments: list[str]) -> int:
     from flexor.ui.application import make_server
-    from flexor.ui.policy_server import DEFAULT, WatchedServer
-    from flexor.ui.server import PORT
+    from flexor.ui.policy_server import WatchedServer
 
-    parsed = parser(PORT, DEFAULT).parse_args(arguments)
+    parsed = parser().parse_args(arguments)
     for path in parsed.paths:
         if not path.is_dir():
             raise ConfigError(f"{path} {'is a file' if path.exists() else 'does not exist'}: name a folder.")
@@ -39,7 +38,10 @@ def run(arguments: list[str]) -> int:
     return 0
 
 
-def parser(port: int, policy_server: str) -> OptionParser:
+def parser() -> OptionParser:
+    from flexor.ui.policy_server import DEFAULT
+    from flexor.ui.server import PORT
+
     text = (
         "Show runs, plans, datasets and policy servers in a browser. The page is served on this machine only, to who "
         "has the link. It needs no network and changes nothing, but for notes that you type and lists of episodes to "
@@ -50,13 +52,13 @@ def parser(port: int, policy_server: str) -> OptionParser:
         "paths", nargs="*", type=Path, help="runs, folders of runs, and datasets (default: runs)"
     )
     parser.add_argument(
-        "--port", type=int, default=port, metavar="N", help=f"port (default {port}; 0: any free one)"
+        "--port", type=int, default=PORT, metavar="N", help=f"port (default {PORT}; 0: any free one)"
     )
     parser.add_argument(
         "--server",
-        default=policy_server,
+        default=DEFAULT,
         metavar="URL",
-        help=f"the `flexor serve` to show (default {policy_server}); its key is read from ${KEY}",
+        help=f"the `flexor serve` to show (default {DEFAULT}); its key is read from ${KEY}",
     )
     parser.add_argument("--open", action="store_true", help="open the page in a browser")
     return parser

@@ -25,10 +25,10 @@ from flexor.runs.report.media import videos_of
 from flexor.runs.report.page import diagnosis_of, facts_of, plan_row, points_of
 from flexor.runs.report.settings import differing, flat_settings
 from flexor.runs.series import STEP, Series
+from flexor.runs.signals import SIGNALS, folded
 from flexor.runs.state import STATUS, RunState, global_batch, is_alarm
 from flexor.runs.text import figure
 from flexor.ui.replies import FileReply, NotFound
-from flexor.ui.signals import SIGNALS, folded
 
 SEARCHED_EVERY_S = 3.0
 READ_S = 0.15  # of a request for the list, for runs that were not read yet

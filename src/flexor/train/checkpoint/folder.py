@@ -83,9 +83,10 @@ class Folder:
         elif problem:
             cause, fix = f"{problem.cause} ({cause})", problem.fix
         last = f"The last good checkpoint is {previous}" if previous else "There is no earlier checkpoint"
+        again = "continue with `flexor resume`" if previous else "start the run again"
         return CheckpointError(
             f"Can't save the checkpoint of step {self.step} in {checkpoints}: {cause}. {last}. "
-            f"{fix} and continue with `flexor resume`."
+            f"{fix} and {again}."
         )
 
 
