@@ -17,13 +17,16 @@ ADAM_BYTES = 8
 
 
 def check_disk_space(state: TrainState, run: Run) -> None:
-    """Raise an error if not even one checkpoint fits, and warn if not all of them do."""
+    """Raise an error if not even one checkpoint fits, and warn if not all of them do.
+
+    A run that resumes is only warned: it may remove checkpoints that it has, and be stopped before it saves.
+    """
     config = state.config
     if not config.save_checkpoint or state.step >= config.steps:
         return
     each, free = checkpoint_bytes(state), shutil.disk_usage(run.folder).free
     count = checkpoints_at_once(config, state.step)
-    if free < each:
+    if free < each and not state.step:
         raise ConfigError(
             f"A checkpoint takes about {gigabytes(each)}, and {run.folder} has {gigabytes(free)} free. Free some disk "
             "space, choose another --output_dir, or train without checkpoints: --save_checkpoint=false."

@@ -83,7 +83,8 @@ class Folder:
         elif problem:
             cause, fix = f"{problem.cause} ({cause})", problem.fix
         last = f"The last good checkpoint is {previous}" if previous else "There is no earlier checkpoint"
-        again = "continue with `flexor resume`" if previous else "start the run again"
+        nothing = problem and problem.full and previous is None
+        again = "start the run again" if nothing else "continue with `flexor resume`"
         return CheckpointError(
             f"Can't save the checkpoint of step {self.step} in {checkpoints}: {cause}. {last}. "
             f"{fix} and {again}."
