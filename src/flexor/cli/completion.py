@@ -188,11 +188,11 @@ def _fish(verbs: dict[str, tuple[Options, list[str]]]) -> str:
         for verb in verbs
     ]
     for verb, (options, subcommands) in verbs.items():
-        seen = f"complete -c flexor -n '__fish_seen_subcommand_from {verb}'"
-        lines += [f"{seen} -a {shlex.quote(' '.join(subcommands))}"] if subcommands else []
+        condition = f"complete -c flexor -n '__fish_seen_subcommand_from {verb}'"
+        lines += [f"{condition} -a {shlex.quote(' '.join(subcommands))}"] if subcommands else []
         for name, choices in options.items():
             values = f" -x -a {shlex.quote(' '.join(choices))}" if choices else ""
-            lines.append(f"{seen} -l {name.removeprefix('--')}{values}")
+            lines.append(f"{condition} -l {name.removeprefix('--')}{values}")
     return "\n".join(lines)
 
 

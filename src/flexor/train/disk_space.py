@@ -51,8 +51,8 @@ def checkpoints_at_once(config: TrainConfig, step: int) -> int:
     """The largest number of new checkpoints that a run keeps."""
     left = config.steps - step
     saved = -(-left // config.save_freq) if config.save_freq > 0 else 1
-    kept = config.checkpoint.keep_last
-    if kept is None:
+    keep = config.checkpoint.keep_last
+    if keep is None:
         return saved
     every = config.checkpoint.keep_every
-    return min(saved, kept + 1 + (left // every if every else 0))  # one is written before another is removed
+    return min(saved, keep + 1 + (left // every if every else 0))  # one is written before another is removed
