@@ -200,12 +200,12 @@ def test_other_commands_parse(page, tmp_path, monkeypatch):
         elif verb == "plan":
             _, settings = plan_flags().parse_known_args(words)
             load_config([*settings, "--dataset.repo_id=planned/dataset"])
+        elif verb == "ui":
+            ui_flags().parse_args(words)
         elif verb in ("eval", "push") or (verb, words[0]) == ("data", "push"):
             assert cli.main([verb, *words]) == 0
         elif verb == "serve":
             assert all(word.startswith("--policy.") for word in serve_flags().parse_known_args(words)[1])
-        elif verb == "ui":
-            ui_flags().parse_args(words)
         elif verb == "demo":
             load_config(["--config=demo", *[w for w in words if not w.startswith("--output-dir")]])
         else:

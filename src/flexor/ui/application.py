@@ -70,6 +70,7 @@ def _run_reads(shelf: RunShelf) -> Mapping[str, Route]:
         "runs": lambda request: json_reply(shelf.rows()),
         "plots": as_list(shelf.plots, "runs"),
         "curves": as_list(shelf.curves, "runs", "names"),
+        "videos": as_list(shelf.videos, "runs"),
         "differences": as_list(shelf.differences, "runs"),
         "run": lambda request: json_reply(shelf.detail(_first(request))),
         "log": lambda request: json_reply({"text": shelf.log_text(_first(request))}),

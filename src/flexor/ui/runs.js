@@ -187,8 +187,9 @@ function compareView(selectedIds) {
   const table = make("div");
   const tools = plotTools(group);
   const nothing = emptyState("No run is drawn", "Tick runs in the list to draw and compare them.");
-  const element = make("div", { class: "compare" }, tools, plots.element, table);
-  let drawnDifferences = "";
+  const element = make("div", { class: "compare" });
+  const videos = make("div");
+  let [compared, drawnTable, drawnVideos, differences] = ["", "", "", []];
   return {
     element,
     async update(rows) {
@@ -197,14 +198,19 @@ function compareView(selectedIds) {
         if (rows.length && rows.every((row) => row.loaded)) element.replaceChildren(nothing);
         return;
       }
-      if (nothing.isConnected) element.replaceChildren(tools, plots.element, table);
+      if (!table.isConnected) element.replaceChildren(tools, plots.element, table, videos);
       await plots.update(runs.map((run) => ({ ...run, colour: runColour(run.id) })));
-      const key = JSON.stringify(runs.map(({ id, step, status }) => [id, step, status]));
-      if (key !== drawnDifferences) {
-        drawnDifferences = key;
-        const differences = runs.length > 1 ? await get("differences", { runs: runs.map((run) => run.id).join(" ") }) : [];
-        table.replaceChildren(comparison(runs, differences), await videosSideBySide(runs));
+      const ids = runs.map((run) => run.id).join(" ");
+      if (ids !== compared) {
+        differences = runs.length > 1 ? await get("differences", { runs: ids }) : [];
+        compared = ids;
       }
+      const key = JSON.stringify([runs, differences]);
+      if (key !== drawnTable) table.replaceChildren(comparison(runs, differences));
+      drawnTable = key;
+      const filmed = JSON.stringify(runs.map(({ id, video_count: count }) => [id, count]));
+      if (filmed !== drawnVideos) videos.replaceChildren(await videosSideBySide(runs));
+      drawnVideos = filmed;
     },
   };
 }
@@ -227,9 +233,10 @@ function comparison(runs, differences) {
 
 /** The newest videos of each run, the same episode in a row. */
 async function videosSideBySide(runs) {
-  const details = await Promise.all(runs.slice(0, 6).map((run) => get(`run/${run.id}`)));
-  const withVideos = details.filter((detail) => detail.videos.length);
-  if (!withVideos.length) return "";
+  const filmed = runs.filter((run) => run.video_count).slice(0, 6);
+  if (!filmed.length) return "";
+  const videos = await get("videos", { runs: filmed.map((run) => run.id).join(" ") });
+  const withVideos = filmed.map((run) => ({ ...run, videos: videos[run.id] })).filter((run) => run.videos.length);
   const columns = withVideos.map((detail) => {
     const newest = detail.videos[0].step;
     const videos = detail.videos.filter((file) => file.step === newest).slice(0, 3);
@@ -271,12 +278,16 @@ function playTogether(videos) {
 function plotGrid(group, options = {}) {
   const element = make("div");
   const drawn = new Map(); // title of a plot -> its element
+  const received = new Map(); // run -> {stamp, curves}: of runs that report nothing new, nothing is asked again
+  const stampOf = ({ step, updated, status }) => `${step} ${updated} ${status}`;
   let layout = "";
   let folds = [];
   let last = "";
 
   async function update(runs) {
     const ids = runs.map((run) => run.id).join(" ");
+    const state = JSON.stringify(runs.map((run) => [run.id, run.name, run.colour, stampOf(run)]));
+    if (state === last) return;
     const { signals, folded } = await get("plots", { runs: ids });
     const key = JSON.stringify([signals, folded]);
     if (key !== layout) {
@@ -288,6 +299,24 @@ function plotGrid(group, options = {}) {
       fold.runs = runs;
       if (fold.element.open) await fillPlots(runs, fold.signals);
     }
+    last = state;
+  }
+
+  /** The curves of runs by name, asked for where they are new. */
+  async function curvesOf(runs, names) {
+    for (const run of runs) {
+      if (received.get(run.id)?.stamp !== stampOf(run)) received.set(run.id, { stamp: stampOf(run), names: new Set(), curves: {} });
+    }
+    const missing = runs.filter((run) => names.some((name) => !received.get(run.id).names.has(name)));
+    if (missing.length) {
+      const curves = await get("curves", { runs: missing.map((run) => run.id).join(" "), names: names.join(" ") });
+      for (const run of missing) {
+        const entry = received.get(run.id);
+        names.forEach((name) => entry.names.add(name));
+        Object.assign(entry.curves, curves[run.id]);
+      }
+    }
+    return Object.fromEntries(runs.map((run) => [run.id, received.get(run.id).curves]));
   }
 
   function build(signals, folded) {
@@ -326,7 +355,7 @@ function plotGrid(group, options = {}) {
   async function fillPlots(runs, signals) {
     const names = signals.flatMap((signal) => [...signal.names, ...(signal.band ?? [])]);
     if (!runs.length || !names.length) return;
-    const curves = await get("curves", { runs: runs.map((run) => run.id).join(" "), names: names.join(" ") });
+    const curves = await curvesOf(runs, names);
     for (const signal of signals) {
       const plot = drawn.get(signal.names.join(" "));
       const lines = runs.flatMap((run) => lineOf(run, signal, curves[run.id] ?? {}));

@@ -18,7 +18,7 @@ from flexor.core.paths import inside
 from flexor.core.run_files import LOG, METRICS, NOTES
 from flexor.core.text import one_line
 from flexor.runs.diagnosis.figures import mapping
-from flexor.runs.find import find_runs, short_names
+from flexor.runs.find import SIGNS, find_runs, short_names
 from flexor.runs.reader import RunReader
 from flexor.runs.report.breakdown import breakdown
 from flexor.runs.report.media import videos_of
@@ -45,6 +45,8 @@ class _Entry:
     polled: float = -1e9
     row: dict[str, Any] | None = None
     state: RunState | None = None
+    stamp: tuple[float, ...] = ()
+    """When its files were written, as far as they were read."""
 
 
 class RunShelf:
@@ -110,11 +112,14 @@ class RunShelf:
                 "checkpoints": [asdict(checkpoint) for checkpoint in state.checkpoints],
                 "settings": flat_settings(reader.config),
                 "breakdown": breakdown(reader.series, global_batch(reader.config), POINTS),
-                "videos": [
-                    {"name": file.name, "step": file.step} for file in videos_of(reader.folder, reader.videos)
-                ],
+                "videos": _videos(reader),
                 "notes": self._notes(reader.folder),
             }
+
+    def videos(self, run_ids: Sequence[str]) -> dict[str, list[dict[str, Any]]]:
+        """The videos of some runs, the newest first."""
+        with self._lock:
+            return {run_id: _videos(self._fresh(run_id).reader) for run_id in run_ids[:MOST_COMPARED]}
 
     def differences(self, run_ids: Sequence[str]) -> list[tuple[str, list[str | None]]]:
         """Settings in which runs differ."""
@@ -187,8 +192,12 @@ class RunShelf:
         return entry
 
     def _read(self, entry: _Entry) -> None:
-        entry.reader.poll()
+        """Read what is new. A run that has ended and whose files are as they were costs nothing."""
         entry.polled = time.monotonic()
+        before, entry.stamp = entry.stamp, _stamp(entry.reader.folder)
+        if entry.row is not None and not entry.row["live"] and entry.stamp == before:
+            return
+        entry.reader.poll()
         entry.state = entry.reader.state()
         entry.row = _row(entry.reader, entry.state)
 
@@ -213,6 +222,16 @@ def _changed_last(entry: _Entry) -> tuple[bool, float]:
     if entry.row is not None:
         return True, entry.polled
     return False, -_mtime(entry.reader.folder)
+
+
+def _stamp(folder: Path) -> tuple[float, ...]:
+    times = []
+    for name in SIGNS:
+        try:
+            times.append((folder / name).stat().st_mtime)
+        except OSError:
+            times.append(0.0)
+    return tuple(times)
 
 
 def _mtime(folder: Path) -> float:
@@ -248,9 +267,14 @@ def _row(reader: RunReader, state: RunState) -> dict[str, Any]:
         "elapsed_s": state.elapsed_s,
         "updated": _mtime(reader.folder),
         "verdict": (state.verdict or "").partition(":")[0] or None,
+        "video_count": len(reader.videos),
         "alarm": bool(state.verdict and is_alarm(state.verdict)),
         "health": [finding.name for finding in state.health],
     }
+
+
+def _videos(reader: RunReader) -> list[dict[str, Any]]:
+    return [{"name": file.name, "step": file.step} for file in videos_of(reader.folder, reader.videos)]
 
 
 def _extreme(reader: RunReader, name: str, best: Any) -> tuple[float, float] | None:
