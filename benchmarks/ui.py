@@ -1,6 +1,6 @@
 """What `flexor ui` costs: time until its first content, and the processor time that it takes while a page is open.
 
-    python benchmarks/ui.py [RUNS]      runs in the folder, the last of which reports every half second (default 50)
+python benchmarks/ui.py [RUNS]      runs in the folder, the last of which reports every half second (default 50)
 """
 
 from __future__ import annotations
