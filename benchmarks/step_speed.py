@@ -11,8 +11,8 @@ ViT-B/16 with random weights, SmolVLA a random SmolVLM2 of 500 M, pi0 a random P
 3 B, whose own type is bfloat16, X-VLA a random Florence-2 large, GR00T a random base model of 3 B, WALL-X weights
 of the published size: they need `transformers`, but no Hub. Images of EO-1 and GR00T are resized before the step in
 LeRobot, and in the step here. LeRobot's WALL-X needs torchdiffeq and qwen-vl-utils, and resizes images and
-writes tokens in the step, as it does when it trains. "images encoded once" begins with the features of a frozen image encoder, as a
-run does by itself; LeRobot has nothing like it.
+writes tokens in the step, as it does when it trains. "images encoded once" begins with the features of a frozen image
+encoder, as a run does by itself; LeRobot has nothing like it.
 """
 
 import argparse

@@ -29,6 +29,7 @@ import torch
 from flexor.cli import main as cli
 from flexor.cli.plan import parser as plan_flags
 from flexor.cli.serve import parser as serve_flags
+from flexor.cli.ui import parser as ui_flags
 from flexor.config.accelerate_flags import SHARDING
 from flexor.config.lerobot_flags import ALIASES, HARMLESS, IGNORED
 from flexor.config.lerobot_runtime import TRANSLATED
@@ -199,6 +200,8 @@ def test_other_commands_parse(page, tmp_path, monkeypatch):
         elif verb == "plan":
             _, settings = plan_flags().parse_known_args(words)
             load_config([*settings, "--dataset.repo_id=planned/dataset"])
+        elif verb == "ui":
+            ui_flags().parse_args(words)
         elif verb in ("eval", "push") or (verb, words[0]) == ("data", "push"):
             assert cli.main([verb, *words]) == 0
         elif verb == "serve":

@@ -26,6 +26,7 @@ LAYERS = {
             "serve",
             "bench",
             "launch",
+            "ui",
         ),
         *("cli", "__main__"),
     ],
@@ -47,7 +48,7 @@ LAYERS = {
         *("show", "repair", "edit", "push"),
     ],
     "runs": [
-        *("jsonl", "series", "find", "process", "text", "health", "state", "reader"),
+        *("jsonl", "series", "find", "process", "text", "signals", "health", "state", "reader"),
         *("diagnosis", "watch", "report"),
     ],
     "plan": [
@@ -82,6 +83,7 @@ LAYERS = {
             "validate",
             "step",
             "graph",
+            "disk_space",
             "health",
             "diagnose",
             "run_log",

@@ -86,11 +86,12 @@ class Browser:
 
     def open(self, page: Path | str, dark: bool = False) -> None:
         """A file, or an address on this machine."""
-        self.errors.clear()
-        self.requests.clear()
         scheme = [{"name": "prefers-color-scheme", "value": "dark" if dark else "light"}]
         self._send("Emulation.setEmulatedMedia", features=scheme)
         self._send("Page.navigate", url="about:blank")
+        self.wait("location.protocol === 'about:'")
+        self.errors.clear()  # those of the page before are none of this one
+        self.requests.clear()
         self._send("Page.navigate", url=page if isinstance(page, str) else page.resolve().as_uri())
         self.wait("location.protocol !== 'about:' && document.readyState === 'complete'")
 

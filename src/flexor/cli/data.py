@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from flexor.cli import augmented, edit
 from flexor.cli.flags import dashed
 from flexor.cli.push import add_repository_flags
-from flexor.core.console import print_json, print_result, progress
+from flexor.core.console import RED, YELLOW, print_json, print_result, progress
 from flexor.core.errors import ConfigError, DatasetError
 from flexor.core.findings import ERROR
 from flexor.core.log import log
@@ -21,6 +21,7 @@ from flexor.core.typed import Text, coerce
 if TYPE_CHECKING:
     from flexor.data.check.report import CheckReport
 
+SEVERITIES = {r"^ *ERROR\b": RED, r"^ *WARNING\b": YELLOW}
 LISTED = "indices and half-open ranges such as 0,1,5:9, or @FILE with a JSON list"
 
 
@@ -224,7 +225,7 @@ def _check(parsed: argparse.Namespace) -> int:
     if parsed.good_episodes:
         report.write_good_episodes(parsed.good_episodes)
         log.info("%d good episodes listed in %s", len(report.good_episodes), parsed.good_episodes)
-    print_result(report.to_json(), parsed.json, str(report))
+    print_result(report.to_json(), parsed.json, str(report), SEVERITIES)
     return 0 if report.ok else 1
 
 
@@ -297,7 +298,7 @@ def _repair(parsed: argparse.Namespace) -> int:
         rename_map=coerce(Text(parsed.rename_map), dict[str, str], "--rename_map"),
         progress=progress("repairing"),
     )
-    print_result(report.to_json(), parsed.json, str(report))
+    print_result(report.to_json(), parsed.json, str(report), SEVERITIES)
     return 0 if report.ok else 1
 
 

@@ -24,6 +24,7 @@ VERBS = {
     "plan": "estimate memory, time and cost of a run on any GPU, before you start it",
     "train": "train a policy (without arguments: on the built-in task)",
     "resume": "continue a run exactly from its newest checkpoint",
+    "ui": "show runs, plans, datasets and servers in a browser",
     "watch": "show runs on a live screen in the terminal: loss, speed, time left, plan against reality",
     "report": "write one HTML page about runs: curves, plan against reality, differences of settings, videos",
     "diagnose": "find what limits the speed of a run (data, launches, GPU, ...), and which change helps most",
@@ -37,12 +38,15 @@ VERBS = {
     "bench": "measure one part, and the limits of the hardware: data, step, policy, serve",
     "demo": "record, train and evaluate on the built-in task, in a few minutes on a CPU",
     "doctor": "check this machine, and print what a bug report needs",
+    "completion": "print a script with which bash, zsh or fish complete commands, settings and values",
 }
 START = """Train robot policies on LeRobot datasets. Three commands to start with:
 
   flexor demo                                       train a small policy and evaluate it, in minutes on a CPU
   flexor plan --policy.type=act --gpu="RTX 4090"    predict memory, time and cost of a run, without a GPU
   flexor train --dataset.repo_id=USER/NAME          train a policy on a dataset of yours
+
+To see runs, plans and datasets in a browser: flexor ui
 
 `flexor --help` lists all commands.
 """
@@ -52,7 +56,7 @@ Train robot policies on LeRobot datasets.
 
 {verbs}
 
-`flexor COMMAND --help` shows the options. With --json, commands that print a report print one JSON object instead.
+`flexor help COMMAND` shows the options. With --json, commands that print a report print one JSON object instead.
 Code that is only named by a checkpoint or a run is not executed unless you trust it: --trust=path/to/file.py:CLASS.
 """
 
@@ -92,6 +96,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     if not arguments:
         print_text(START)
         return 0
+    if arguments[0] == "help" and len(arguments) > 1:
+        arguments = [*arguments[1:], "--help"]
     if arguments[0] in ("-h", "--help", "help"):
         print_text(USAGE.format(verbs="\n".join(f"  {verb:11} {text}" for verb, text in VERBS.items())))
         return 0

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from flexor.cli.flags import ROBOT, described_run, names_dataset, robot_flags
-from flexor.core.console import print_json, print_text, progress
+from flexor.core.console import GREEN, RED, print_json, print_text, progress
 from flexor.core.errors import ConfigError
 from flexor.core.log import log
 from flexor.core.option_parser import OptionParser
@@ -20,6 +20,8 @@ if TYPE_CHECKING:
     from flexor.plan.compare import Comparison
     from flexor.plan.data.host import Data
     from flexor.plan.site.hardware import GPU, Hardware
+
+VERDICTS = {r"\A\S+ fits(?= on )": GREEN, r"DOES NOT FIT": RED}
 
 
 def parser() -> OptionParser:
@@ -126,7 +128,7 @@ def _run(arguments: list[str]) -> int:
     if parsed.json:
         print_json(as_json.to_json(study))
     else:
-        print_text(report.render(study))
+        print_text(report.render(study), colours=VERDICTS)
     return 0 if study.plan.fits else 1
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -69,5 +70,19 @@ def report_run(result: Any, as_json: bool) -> int:
     if not result.main:
         return 0
     where = f"checkpoint {result.checkpoint}" if result.checkpoint else "no checkpoint saved"
-    print_result(summary, as_json, f"done: step {result.step} after {result.seconds:.0f} s, {where}")
+    text = f"done: step {result.step} after {result.seconds:.0f} s, {where}"
+    print_result(
+        summary, as_json, "\n".join([text, *_next_commands(result.folder)] if result.checkpoint else [text])
+    )
     return 0
+
+
+def _next_commands(run: Path) -> list[str]:
+    """What one would do with a trained policy."""
+    folder = shlex.quote(str(run))
+    return [
+        "",
+        f"  flexor ui {shlex.quote(str(run.parent))}    curves, videos, and other runs beside it",
+        f"  flexor eval {folder}    episodes with this policy",
+        f"  flexor serve {folder}    the policy for robots on the network",
+    ]

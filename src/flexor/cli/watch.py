@@ -21,10 +21,10 @@ def run(arguments: list[str]) -> int:
         runs.poll()
         print_json(runs.to_json())
     elif parsed.once or not is_interactive():
-        print_once(runs)
+        print_once(runs, parsed.all)
     else:
         with contextlib.suppress(KeyboardInterrupt):  # another way to quit
-            watch_live(runs, parsed.every)
+            watch_live(runs, parsed.every, parsed.all)
     return 0
 
 
@@ -41,6 +41,9 @@ def parser() -> OptionParser:
         "--once",
         action="store_true",
         help="print the current state once and exit (the default without a terminal)",
+    )
+    parser.add_argument(
+        "--all", action="store_true", help="show all figures that a run reports, not only those that matter"
     )
     parser.add_argument("--json", action="store_true", help="print the state of the runs as one JSON object")
     return parser

@@ -6,8 +6,10 @@ Names from outside can't control the terminal, and no password is shown.
 from __future__ import annotations
 
 import json
+import os
+import re
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from typing import Any, TextIO
 
@@ -16,6 +18,8 @@ from tqdm import tqdm
 from flexor.core.secrets import redacted, redacted_values
 from flexor.core.text import one_line, printable, visible
 
+RED, YELLOW, GREEN = 31, 33, 32  # as terminals number them
+FAILED = {r"^flexor [\w-]+:": RED}
 Progress = Callable[[int, int], None]  # (done, total)
 
 
@@ -35,16 +39,33 @@ def progress(label: str) -> Progress:
     return report
 
 
-def print_result(result: dict[str, Any], as_json: bool, text: str) -> None:
+def print_result(
+    result: dict[str, Any], as_json: bool, text: str, colours: Mapping[str, int] | None = None
+) -> None:
     """Print a command's result: as JSON for programs, or as text for people."""
     if as_json:
         print_json(result)
     else:
-        print_text(text)
+        print_text(text, colours=colours)
 
 
-def print_text(text: str, file: TextIO | None = None) -> None:
-    print(visible(redacted(text)), file=file, flush=True)
+def print_text(text: str, file: TextIO | None = None, colours: Mapping[str, int] | None = None) -> None:
+    """`colours`: of what matches these patterns, in a terminal."""
+    print(coloured(visible(redacted(text)), colours or {}, file or sys.stdout), file=file, flush=True)
+
+
+def coloured(text: str, colours: Mapping[str, int], stream: TextIO) -> str:
+    """The text with what matches a pattern in bold and in a colour, where `stream` shows colours."""
+    if not shows_colours(stream):
+        return text
+    for pattern, colour in colours.items():
+        text = re.sub(pattern, lambda match: f"\x1b[1;{colour}m{match[0]}\x1b[0m", text, flags=re.MULTILINE)  # noqa: B023
+    return text
+
+
+def shows_colours(stream: TextIO) -> bool:
+    """Not in a pipe or a file, and not where NO_COLOR says so (https://no-color.org)."""
+    return stream.isatty() and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
 
 
 def print_json(value: object, indent: int | None = None) -> None:
@@ -54,7 +75,7 @@ def print_json(value: object, indent: int | None = None) -> None:
 def print_error(text: str) -> None:
     """Print why a command failed, on standard error. The terminal may be closed."""
     with suppress(OSError):
-        print(printable(redacted(text)), file=sys.stderr, flush=True)
+        print(coloured(printable(redacted(text)), FAILED, sys.stderr), file=sys.stderr, flush=True)
 
 
 def table(rows: Sequence[Sequence[object]]) -> str:

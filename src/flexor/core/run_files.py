@@ -10,6 +10,7 @@ TENSORBOARD = "tensorboard"
 RUN_RECORD = "run.json"  # what was trained where, and how it compares with the plan
 DATA_FILES = "data_files.json"  # hashes of the metadata, tables and videos that the run is trained on
 LOG = "train.log"  # what the run logged, of all its starts
+NOTES = "notes.md"  # what a person wrote about the run
 LOCK = ".lock"
 LAUNCH = ".launch"  # which launch started the run
 CHECKPOINTS = "checkpoints"  # 000100, 000200, ..., last

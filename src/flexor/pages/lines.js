@@ -14,11 +14,13 @@ function plotGroup() {
     smoothing: 0,
     log: false,
     range: null,
-    add: (redraw) => plots.push(redraw),
+    add: (redraw, moveCursor) => plots.push({ redraw, moveCursor }),
     change(settings) {
       Object.assign(group, settings);
-      plots.forEach((redraw) => redraw());
+      plots.forEach(({ redraw }) => redraw());
     },
+    /** Shows the same place on all plots; null: on none. */
+    point: (value) => plots.forEach(({ moveCursor }) => moveCursor?.(value)),
   };
   return group;
 }
@@ -64,37 +66,55 @@ function logTicks(from, to) {
 }
 
 /**
- * A plot of `lines`: [{name, colour, x: [...], y: [...]}], x increasing, y null where it is not finite.
- * Options: `stacked` (areas above each other; all lines have the same x), `unit` (a text after values), `xName`.
- * Drag to zoom, double-click to see all again.
+ * A plot of `lines`: [{name, colour, x: [...], y: [...]}], x increasing, y null where it is not finite. A line may have
+ * an interval (`low` and `high`, like y), and `dots` at its points.
+ * Options: `stacked` (areas above each other; all lines have the same x), `unit` (a text after values), `xName`,
+ * `format` of values, `domain` of the y-axis, `legend` (false: the values are beside the pointer).
+ * Drag to zoom, double-click to see all again. The element's `setLines(lines)` draws others.
  */
-function linePlot(title, lines, group, { stacked = false, unit = "", xName = "step" } = {}) {
+function linePlot(
+  title,
+  lines,
+  group,
+  { stacked = false, unit = "", xName = "step", format = figure, domain = null, legend = true } = {},
+) {
   const svg = draw("svg", { role: "img", "aria-label": title });
-  const { legend, values } = linesLegend(lines, svg);
-  const plot = { lines, svg, stacked, unit, view: null };
-  const element = make("figure", { class: "lines", "data-name": title }, make("figcaption", {}, title), svg, legend);
+  const plot = { lines, svg, stacked, unit, format, domain, group, xName, view: null, values: [] };
+  const entries = make("div", { class: "legend" });
+  const element = make("figure", { class: "lines", "data-name": title }, make("figcaption", {}, title), svg, entries);
   let near = false; // plots far away are drawn when somebody comes near
   const redraw = () => {
     if (near && svg.clientWidth) drawLines(plot, group, svg.clientWidth, xName);
   };
+  element.setLines = (changed) => {
+    plot.lines = changed;
+    if (legend) plot.values = linesLegend(changed, svg, entries);
+    showValues(plot, null);
+    redraw();
+  };
   whenNear(element, () => {
     near = true;
+    redraw(); // at once, for a page that is printed
     new ResizeObserver(redraw).observe(svg);
   });
-  group.add(redraw);
+  group.add(redraw, (value) => moveCursor(plot, value));
   dragZoom(svg, {
     place: (event) => plot.view?.x.back(event.clientX - svg.getBoundingClientRect().left),
     across: (value) => plot.view.x(value),
     choose: (from, to) => group.change({ range: [from, to] }),
     reset: () => group.change({ range: null }),
   });
-  svg.addEventListener("pointermove", (event) => showValues(plot, values, event));
-  svg.addEventListener("pointerleave", () => showValues(plot, values, null));
-  showValues(plot, values, null);
+  svg.addEventListener("pointermove", (event) => (legend ? showValues(plot, event) : showTooltip(plot, event)));
+  svg.addEventListener("pointerleave", () => {
+    if (legend) showValues(plot, null);
+    else hideTooltip(group);
+  });
+  element.setLines(lines);
   return element;
 }
 
-function linesLegend(lines, svg) {
+/** Fills the legend, and returns the elements with the values. */
+function linesLegend(lines, svg, legend) {
   const values = lines.map(() => make("b"));
   const entries = lines.map(({ name, colour }, number) => {
     const swatch = make("i");
@@ -106,24 +126,70 @@ function linesLegend(lines, svg) {
     entry.addEventListener("pointerleave", strong(false));
     return entry;
   });
-  return { legend: make("div", { class: "legend" }, entries), values };
+  legend.replaceChildren(...entries);
+  return values;
 }
 
 /** The values under the pointer, as the run reported them; without a pointer, the last ones. */
-function showValues(plot, values, event) {
-  const cursor = plot.svg.querySelector(".cursor");
+function showValues(plot, event) {
   const at = event && plot.view ? plot.view.x.back(event.clientX - plot.svg.getBoundingClientRect().left) : Infinity;
   let place = null;
   plot.lines.forEach(({ x, y }, number) => {
     const point = nearestPoint(x, at);
     if (point >= 0 && place === null) place = x[point];
-    const text = point < 0 ? "–" : y[point] === null ? "not finite" : `${figure(y[point])}${plot.unit}`;
-    values[number].textContent = event && point >= 0 ? `${text} at ${figure(x[point])}` : text;
+    if (!plot.values[number]) return;
+    const text = point < 0 ? "–" : y[point] === null ? "not finite" : `${plot.format(y[point])}${plot.unit}`;
+    plot.values[number].textContent = event && point >= 0 ? `${text} at ${figure(x[point])}` : text;
   });
+  moveCursor(plot, event ? place : null);
+}
+
+function moveCursor(plot, value) {
+  const cursor = plot.svg.querySelector(".cursor");
   if (!cursor) return;
-  const across = event && place !== null ? plot.view.x(place) : -9;
+  const inView = value !== null && value >= plot.view.x.range[0] && value <= plot.view.x.range[1];
+  const across = inView ? plot.view.x(value) : -9;
   cursor.setAttribute("x1", across);
   cursor.setAttribute("x2", across);
+}
+
+const tooltip = make("div", { class: "tooltip", role: "status", hidden: "" });
+
+/** A box beside the pointer with the values of all lines there, the largest first. */
+function showTooltip(plot, event) {
+  if (!plot.view || !plot.lines.length) return;
+  const box = plot.svg.getBoundingClientRect();
+  const at = plot.view.x.back(event.clientX - box.left);
+  const near = plot.lines.map((line) => ({ line, point: nearestPoint(line.x, at) })).filter(({ point }) => point >= 0);
+  if (!near.length) return;
+  const height = event.clientY - box.top;
+  const distance = ({ line, point }) => Math.abs((plot.place?.(line.y[point]) ?? Infinity) - height);
+  const nearest = near.reduce((best, other) => (distance(other) < distance(best) ? other : best));
+  const rows = near
+    .sort((a, b) => (b.line.y[b.point] ?? Infinity) - (a.line.y[a.point] ?? Infinity))
+    .map(({ line, point }) => {
+      const swatch = make("i");
+      swatch.style.background = line.colour;
+      const value = line.y[point] === null ? "not finite" : `${plot.format(line.y[point])}${plot.unit}`;
+      const [low, high] = [line.low?.[point], line.high?.[point]];
+      const interval = low == null || high == null ? "" : ` (${plot.format(low)} to ${plot.format(high)})`;
+      const here = line === nearest.line && near.length > 1 ? "near" : null;
+      return make("tr", { class: here }, make("td", {}, swatch, line.name), make("td", { class: "number" }, value + interval));
+    });
+  const place = nearest.line.x[nearest.point];
+  const where = plot.xName === "step" ? `step ${figure(place)}` : `${figure(place)} ${plot.xName}`;
+  tooltip.replaceChildren(make("div", { class: "soft" }, where), make("table", {}, rows));
+  tooltip.hidden = false;
+  if (!tooltip.isConnected) document.body.append(tooltip);
+  const left = event.clientX + 16 + tooltip.offsetWidth > innerWidth ? event.clientX - 16 - tooltip.offsetWidth : event.clientX + 16;
+  tooltip.style.left = `${Math.max(left, 4)}px`;
+  tooltip.style.top = `${Math.max(Math.min(event.clientY + 12, innerHeight - tooltip.offsetHeight - 4), 4)}px`;
+  plot.group.point(place);
+}
+
+function hideTooltip(group) {
+  tooltip.hidden = true;
+  group.point(null);
 }
 
 function nearestPoint(x, value) {
@@ -143,10 +209,11 @@ function drawLines(plot, group, width, xName) {
   const scale = log ? (value) => (value !== null && value > 0 ? Math.log10(value) : null) : (value) => value;
   plot.view = linesView(plot, shown, group, scale, width);
   const { x, y } = plot.view;
+  plot.place = (value) => (value === null || scale(value) === null ? null : y(scale(value)));
   const { left, right, top, bottom } = LINES_MARGIN;
   const marks = [];
   for (const value of log ? logTicks(...y.range) : ticks(...y.range, 5)) {
-    const text = draw("text", { x: left - 6, y: y(value) + 4, "text-anchor": "end" }, figure(log ? 10 ** value : value));
+    const text = draw("text", { x: left - 6, y: y(value) + 4, "text-anchor": "end" }, tickText(log ? 10 ** value : value, plot.format));
     marks.push(draw("line", { class: "grid", x1: left, x2: width - right, y1: y(value), y2: y(value) }), text);
   }
   for (const value of ticks(...x.range, Math.max(width / 110, 2))) {
@@ -178,6 +245,7 @@ function linesView(plot, shown, group, scale, width) {
       if (at >= from && at <= to && value !== null) [low, high] = [Math.min(low, value), Math.max(high, value)];
     });
   }
+  if (plot.domain) [low, high] = plot.domain;
   if (!(high - low > 1e-9 * Math.max(Math.abs(low), Math.abs(high)))) {
     // one value, but for rounding
     const middle = Number.isFinite(high) ? high : 0;
@@ -218,19 +286,40 @@ function lineParts(plot, line, number, group, scale) {
     add("area", line.y, below.map(([at, value]) => `L${x(at).toFixed(1)} ${y(value).toFixed(1)}`).join("") + "Z");
     return parts;
   }
+  if (line.low) parts.push(intervalArea(plot, line, scale));
   if (group.smoothing) add("curve faint", plot.lines[number].y, "");
   add("curve", line.y, "");
-  if (line.x.length === 1 && scale(line.y[0]) !== null) {
-    const dot = draw("circle", { cx: x(line.x[0]), cy: y(scale(line.y[0])), r: 3 });
+  const dotted = line.dots || line.x.length === 1 ? line.x : [];
+  dotted.forEach((at, point) => {
+    if (scale(line.y[point]) === null) return;
+    const dot = draw("circle", { cx: x(at), cy: y(scale(line.y[point])), r: 3 });
     dot.style.fill = line.colour;
     parts.push(dot);
-  }
+  });
   plot.lines[number].y.forEach((value, point) => {
     const at = x(line.x[point]);
     const foot = LINES_HEIGHT - LINES_MARGIN.bottom;
     if (value === null) parts.push(draw("line", { class: "gap", x1: at, x2: at, y1: foot - 10, y2: foot }));
   });
   return parts;
+}
+
+/** The area between the lower and the upper ends of a line's intervals. */
+function intervalArea(plot, line, scale) {
+  const { x, y } = plot.view;
+  const edge = (values) =>
+    line.x.flatMap((at, point) => {
+      const value = values[point] == null ? null : scale(values[point]);
+      return value === null ? [] : [`${x(at).toFixed(1)} ${y(value).toFixed(1)}`];
+    });
+  const area = draw("path", { class: "interval", d: `M${[...edge(line.high), ...edge(line.low).reverse()].join("L")}Z` });
+  area.style.fill = line.colour;
+  return area;
+}
+
+/** A value at an axis: short where it is a power of ten. */
+function tickText(value, format) {
+  return format(value).replace(/\.?0+e/, "e");
 }
 
 /** Lines on top of each other: y is the upper edge, below the lower one. */

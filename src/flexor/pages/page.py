@@ -39,16 +39,17 @@ def page(
 ) -> str:
     """The whole file. `body` is HTML; `data` is what the scripts read with `pageData()`.
 
-    Pages without scripts get only the shared styles. With `live`, scripts may ask the server that sent the page.
-    `videos`: some are embedded.
+    Pages without scripts get only the shared styles. With `live`, scripts may ask the server that sent the page, which
+    may also have its images and videos. `videos`: some are embedded.
     """
     title, body, data = redacted(title), redacted(body), redacted_values(data)
     style = "".join(_read(*file) for file in (*SHARED_STYLES, *styles))
     script = "".join(_read(*file) for file in (*SHARED_SCRIPTS, *scripts)) if scripts else ""
     digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
-    policy = "default-src 'none'; img-src data:; style-src 'unsafe-inline'"
-    if videos:
-        policy += "; media-src data:"
+    server = " 'self'" if live else ""
+    policy = f"default-src 'none'; img-src data:{server}; style-src 'unsafe-inline'"
+    if videos or live:
+        policy += f"; media-src data:{server}"
     if script:
         policy += f"; script-src 'sha256-{digest}'" + ("; connect-src 'self'" if live else "")
         body += f'\n<script type="application/json" id="page-data">{as_json(data)}</script>\n'
@@ -57,6 +58,7 @@ def page(
         '<!doctype html>\n<html lang="en">\n<meta charset="utf-8">\n'
         f'<meta http-equiv="Content-Security-Policy" content="{policy}">\n'
         f"{GENERATOR}\n"
+        '<link rel="icon" href="data:,">\n'
         '<meta name="viewport" content="width=device-width">\n'
         f"<title>{html.escape(title)}</title>\n<style>{style}</style>\n<body>\n{body}\n</body>\n</html>\n"
     )

@@ -1,13 +1,12 @@
 "use strict";
 // Plots as SVG: curves with a cursor and zoom, and histograms.
 
-// The first are colours that people with colour blindness can tell apart (Okabe and Ito).
-const CURVE_COLOURS = ["#0072b2", "#e69f00", "#009e73", "#cc79a7", "#56b4e9", "#d55e00", "#8a7d00", "#7a5195"];
+const NAMED_COLOURS = 8; // --curve-0 to --curve-7 in shared.css
 
 const ZOOM_HINT = "drag over a plot to zoom, double-click to see all";
 
 function curveColour(number) {
-  return CURVE_COLOURS[number] ?? `hsl(${(number * 137.5) % 360} 60% 52%)`;
+  return number < NAMED_COLOURS ? `var(--curve-${number})` : `hsl(${(number * 137.5) % 360} 60% 52%)`;
 }
 
 /**
@@ -147,4 +146,39 @@ function histogram({ low, high, counts }, width = 160, height = 32, colour = nul
     svg.append(drawn);
   });
   return svg;
+}
+
+const MISSING_CODE = 65535; // of a value that is not finite, as in data/show/curves.py
+const CODE_STEPS = 65534;
+
+/**
+ * The curves of an episode by feature, from codes in base64: curve after curve, a value for each frame, or the lowest and
+ * the highest of `every` frames. Features: [{name, names, low, high}].
+ */
+function decodedCurves(features, text, every, length) {
+  const bytes = Uint8Array.from(atob(text), (letter) => letter.charCodeAt(0));
+  const codes = new DataView(bytes.buffer);
+  const points = Math.ceil(length / every);
+  const each = every === 1 ? 1 : 2;
+  let at = 0;
+  return features.map((feature) =>
+    feature.names.map((name, value) => {
+      const [from, to] = [feature.low[value], feature.high[value]];
+      const read = (point, part) => {
+        const code = codes.getUint16(2 * (at + point * each + part), true);
+        return code === MISSING_CODE ? NaN : from + (code / CODE_STEPS) * (to - from);
+      };
+      const low = Array.from({ length: points }, (_, point) => read(point, 0));
+      const high = each === 1 ? low : Array.from({ length: points }, (_, point) => read(point, 1));
+      at += points * each;
+      return { name, low, high, from, to };
+    }),
+  );
+}
+
+/** All values of a feature on one axis, so that they can be compared. */
+function sameAxis(curves) {
+  const from = Math.min(...curves.filter((curve) => curve.from !== null).map((curve) => curve.from));
+  const to = Math.max(...curves.filter((curve) => curve.to !== null).map((curve) => curve.to));
+  return curves.map((curve) => ({ ...curve, from, to }));
 }

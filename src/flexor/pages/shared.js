@@ -56,15 +56,16 @@ function themeButton() {
   return button;
 }
 
-/** Calls `build(element)` once, when the element comes near the visible part of the page. */
+/** Calls `build(element)` once, when the element comes near the visible part of the page, or the page is printed. */
 function whenNear(element, build) {
-  const watcher = new IntersectionObserver(
-    (entries) => {
-      if (!entries.some((entry) => entry.isIntersecting)) return;
-      watcher.disconnect();
-      build(element);
-    },
-    { rootMargin: "800px" },
-  );
+  const once = () => {
+    watcher.disconnect();
+    removeEventListener("beforeprint", once);
+    build(element);
+  };
+  const watcher = new IntersectionObserver((entries) => entries.some((entry) => entry.isIntersecting) && once(), {
+    rootMargin: "800px",
+  });
   watcher.observe(element);
+  addEventListener("beforeprint", once);
 }

@@ -88,11 +88,19 @@ class Ranking:
 
         Several GPUs of a type are planned only if one of it is among the cheapest or the fastest.
         """
-        single = sorted((self.choice(gpu, counts[0]) for gpu in gpus), key=_by_cost)
+        return sorted(self.each(gpus, counts), key=_by_cost)
+
+    def each(self, gpus: Iterable[GPU], counts: Sequence[int] = COUNTS) -> Iterator[Choice]:
+        """The same choices one by one, as they are planned."""
+        single = []
+        for gpu in gpus:
+            single.append(self.choice(gpu, counts[0]))
+            yield single[-1]
+        single.sort(key=_by_cost)
         fast = sorted(single, key=lambda choice: (not choice.fits, choice.hours))
         best = {choice.gpu.name: choice.gpu for choice in (*single[:PROMISING], *fast[:PROMISING])}
-        several = [self.choice(gpu, n) for gpu in best.values() if not gpu.unified for n in counts[1:]]
-        return sorted([*single, *several], key=_by_cost)
+        for gpu in best.values():
+            yield from (self.choice(gpu, count) for count in counts[1:] if not gpu.unified)
 
     def choice(self, gpu: GPU, count: int) -> Choice:
         """This number of GPUs, on the cheapest machine that has them."""

@@ -5,7 +5,16 @@ from __future__ import annotations
 import math
 import re
 
-SHARES = ("data_wait", "gpu_busy", "eval_success_rate", "util", "memory_util", "gpu_util", "gpu_memory_util")
+SHARES = (
+    "data_wait",
+    "gpu_busy",
+    "eval_success_rate",
+    "cpu",
+    "util",
+    "memory_util",
+    "gpu_util",
+    "gpu_memory_util",
+)
 UNITS = {"_mb_s": "MB/s", "_gb": "GB", "_mhz": "MHz", "_w": "W", "_j": "J", "_c": "C"}
 NAMES = {
     "lr": "learning rate",
@@ -24,6 +33,12 @@ NAMES = {
     "run_s": "whole run",
     "allocated_bytes": "peak memory",
 }
+SHORT = {
+    "system.cpu": "processor",
+    "system.ram_own_gb": "memory",
+    "system.gpu_util": "GPU busy",
+    "system.gpu_vram_used_gb": "GPU memory",
+}
 
 
 def title_of(name: str) -> str:
@@ -32,8 +47,8 @@ def title_of(name: str) -> str:
 
 def short_title(name: str) -> str:
     """The same where there is little room: without the unit, which the value has; `GPU 0 util` for `gpus.0.util`."""
-    if name in NAMES:
-        return NAMES[name]
+    if name in NAMES or name in SHORT:
+        return NAMES.get(name) or SHORT[name]
     for ending in UNITS:
         name = name.removesuffix(ending)
     name = re.sub(r"\bgpus\.(\d+)\.", r"GPU \1 ", name.removeprefix("system."))

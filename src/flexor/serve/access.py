@@ -14,6 +14,12 @@ from websockets.datastructures import Headers
 
 REALM = 'Basic realm="flexor", charset="UTF-8"'
 LONGEST_HOST = 255
+SAFE = {  # headers of every reply
+    "Cache-Control": "no-store",
+    "X-Content-Type-Options": "nosniff",
+    "X-Frame-Options": "DENY",
+    "Referrer-Policy": "no-referrer",
+}
 
 
 def has_key(headers: Headers, key: str | None) -> bool:

@@ -15,17 +15,12 @@ from websockets.http11 import Response
 
 from flexor.pages.images import as_base64, jpeg, scaled
 from flexor.pages.page import as_json, page
+from flexor.serve.access import SAFE
 from flexor.serve.clients import Client
 from flexor.serve.metrics import Metrics
 
 SHOWN_WIDTH = 240  # of an image on the page
 SHOWN_CLIENTS = 16  # with images
-SAFE = {
-    "Cache-Control": "no-store",
-    "X-Content-Type-Options": "nosniff",
-    "X-Frame-Options": "DENY",
-    "Referrer-Policy": "no-referrer",
-}
 
 
 def response(

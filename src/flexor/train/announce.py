@@ -40,7 +40,12 @@ def log_setup(state: TrainState, training: Dataset, held_out: Dataset | None, re
     rates = ", ".join(dict.fromkeys(f"{group['initial_lr']:g}" for group in state.optimizer.param_groups))
     batch = f"{state.split.global_batch} samples each{state.split.parts}"
     optimizer = config.optimizer.type
-    log.info("steps %d to %d of %s, %s, learning rate %s", state.step, config.steps, batch, optimizer, rates)
+    if state.step < config.steps:
+        log.info(
+            "steps %d to %d of %s, %s, learning rate %s", state.step, config.steps, batch, optimizer, rates
+        )
+    else:
+        log.info("all %d steps of this run are done; --steps=N trains longer", state.step)
     log.info("run folder %s%s", config.output_dir, f", resuming from {resumed.name}" if resumed else "")
 
 

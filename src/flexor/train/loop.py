@@ -43,6 +43,7 @@ from flexor.train.checkpoint.saver import Saver
 from flexor.train.checkpoint.state import TrainState, seed_rng
 from flexor.train.compile import CompileTime
 from flexor.train.datasets import build_datasets, weigh_samples
+from flexor.train.disk_space import check_disk_space
 from flexor.train.engine.base import Engine, check_devices, pick_device
 from flexor.train.graph import GraphStep
 from flexor.train.hub.background import Pusher
@@ -124,7 +125,7 @@ def _take_part(
             state, loader = _build(config, split, engine, training, held_out, newest)
             if processes.is_main:
                 _write_record(run, state, loader, {} if preflight is None else {"plan": preflight.planned()})
-            processes.barrier()  # other hosts write samples too
+            processes.share(lambda: check_disk_space(state, run))  # and other hosts write samples too
             log_setup(state, loader.dataset, held_out, newest)
             arithmetic = preflight.arithmetic(device) if preflight is not None else None
             if processes.is_main:

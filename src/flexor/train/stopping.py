@@ -68,8 +68,13 @@ class StopSignal:
 
 
 def stop_error(number: signal.Signals, step: int, saved: Path | None, run: Run, log: bool) -> TrainingStopped:
-    where = f"saved as {saved}" if saved else "nothing saved (save_checkpoint=false)"
-    message = f"{number.name}: stopped after step {step}, {where}. Resume with: flexor resume {run.folder}"
+    if saved:
+        end = f"saved as {saved}. Resume with: flexor resume {run.folder}"
+    elif checkpoint.newest(run.checkpoints):
+        end = f"not saved (save_checkpoint=false). Resume from an earlier checkpoint with: flexor resume {run.folder}"
+    else:
+        end = "nothing saved (save_checkpoint=false), so it can't be resumed"
+    message = f"{number.name}: stopped after step {step}, {end}"
     error = TrainingStopped(message)
     error.already_logged = not log
     if number is signal.SIGINT:

@@ -1,7 +1,9 @@
 """The page about runs in a real browser: its numbers are those of the run's files."""
 
+import base64
 import json
 import math
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -270,6 +272,19 @@ def test_what_holds_a_run_back_is_shown(browser: Browser, tmp_path: Path):
     assert texts(browser, "#diagnosis h3") == ["data-bound"]
     assert "it waits for data 60 % of the time" in texts(browser, "#diagnosis p")[0]
     assert "60 %" in texts(browser, "#diagnosis td") and browser.errors == []
+
+
+def test_it_prints_on_a_few_pages_with_all_curves(browser: Browser, tmp_path: Path):
+    """Plots far below the window are drawn, too; groups of plots that nobody needs on paper are left out."""
+    run = full_run(tmp_path / "run")
+    for step in range(1100, 1400, 100):
+        add_lines(run / "metrics.jsonl", report(step, loader={f"part_{i}_s": 0.1 * i for i in range(40)}))
+    opened(browser, [run], tmp_path / "page.html")
+    hidden = "[...document.querySelectorAll('.lines svg')].filter((e) => !e.querySelector('path')).length"
+    assert browser.run(hidden) > 10  # as on the screen, before anybody scrolls
+    pdf = base64.b64decode(browser._send("Page.printToPDF")["data"])
+    assert browser.run(hidden) == 0
+    assert 1 <= len(re.findall(rb"/Type\s*/Page\b", pdf)) <= 6 and browser.errors == []
 
 
 def test_a_run_that_has_reported_nothing(browser: Browser, tmp_path: Path):

@@ -56,10 +56,13 @@ def test_the_screen_follows_a_run(trained: Path):
             "left, until",
             "checkpoint  step 900",
         ):  # a screen is drawn line by line
-            terminal.wait(part)
+            text = terminal.wait(part)
+        assert text.index("learning") < text.index("speed") < text.index("machine")
+        assert "epoch" not in text  # it is behind the key m
         with (trained / "metrics.jsonl").open("a") as out:
             out.write('{"step": 1100, "loss": 876')  # a line that is being written
         add_lines(trained / "gpu.jsonl", {"time": 1.0, "power_w": 512.0})
+        terminal.press("m")
         text = terminal.wait("512")
         assert "step 1,000" in text and "876" not in text
         with (trained / "metrics.jsonl").open("a") as out:
@@ -237,7 +240,7 @@ def test_samples_of_the_machine_are_short(trained: Path, capsys: pytest.CaptureF
         "gpus": gpus,
     }
     add_lines(trained / "system.jsonl", sample)
-    assert cli.main(["watch", str(trained)]) == 0
+    assert cli.main(["watch", str(trained), "--all"]) == 0
     out = " ".join(capsys.readouterr().out.split())
     for part in ("GPU 1 util 90 %", "GPU 0 power 512.5 W", "disk read 93 MB/s", "cpu cores.highest 0.5"):
         assert part in out

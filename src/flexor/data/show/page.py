@@ -93,7 +93,7 @@ def page_data(
         "facts": _facts(dataset),
         "notes": _notes(dataset, budget, features),
         "tasks": [task | {"text": _short(task["text"])} for task in tasks],
-        "check": _check(report),
+        "check": check_to_json(report),
         "lengths": length_histogram(dataset),
         "statistics": feature_statistics(features),
         "cameras": [_camera(dataset, name, sheet, strips) for name in cameras] if sheet else [],
@@ -174,7 +174,7 @@ def _notes(dataset: Dataset, budget: PageBudget, features: list[CurveFeature]) -
     return notes
 
 
-def _check(report: CheckReport) -> dict[str, Any]:
+def check_to_json(report: CheckReport) -> dict[str, Any]:
     groups = []
     for group in group_findings(report.findings)[:MAX_GROUPS]:
         first = group[0]

@@ -1,8 +1,6 @@
 "use strict";
 // The page of `flexor data show`: draws what data/show/page.py collected.
 
-const MISSING = 65535; // the code of a value that is not finite, as in curves.py
-const STEPS = 65534;
 const CHANNELS = ["#dc2626", "#16a34a", "#2563eb"];
 const data = pageData();
 
@@ -339,33 +337,18 @@ function nearest(frames, frame) {
   return best;
 }
 
-/** A plot per feature. The codes are curve after curve: a value per frame, or the lowest and highest of a few. */
+/** A plot per feature. */
 function episodePlots(episode) {
-  const bytes = Uint8Array.from(atob(episode.curves), (letter) => letter.charCodeAt(0));
-  const codes = new DataView(bytes.buffer);
-  const points = Math.ceil(episode.length / episode.every);
-  const each = episode.every === 1 ? 1 : 2;
-  let at = 0;
-  return data.curves.map((feature) => {
-    const curves = feature.names.map((name, value) => {
-      const [from, to] = [feature.low[value], feature.high[value]];
-      const read = (point, part) => {
-        const code = codes.getUint16(2 * (at + point * each + part), true);
-        return code === MISSING ? NaN : from + (code / STEPS) * (to - from);
-      };
-      const low = Array.from({ length: points }, (_, point) => read(point, 0));
-      const high = each === 1 ? low : Array.from({ length: points }, (_, point) => read(point, 1));
-      at += points * each;
-      return { name, low, high, from, to };
-    });
-    return curvePlot(
+  const all = decodedCurves(data.curves, episode.curves, episode.every, episode.length);
+  return data.curves.map((feature, number) =>
+    curvePlot(
       feature.name,
-      ownScales ? curves : sameAxis(curves),
+      ownScales ? all[number] : sameAxis(all[number]),
       episode.every,
       episode.length,
       plotMarks(episode, feature.name),
-    );
-  });
+    ),
+  );
 }
 
 /** The marks on the plot of a feature: its own, and those of columns that are not drawn, such as timestamps. */
@@ -374,13 +357,6 @@ function plotMarks(episode, name) {
   return episode.marks
     .filter((mark) => !elsewhere.includes(mark.feature))
     .map((mark) => ({ ...mark, text: `${mark.kind}: ${mark.text}` }));
-}
-
-/** All values of a feature on one axis, so that they can be compared. */
-function sameAxis(curves) {
-  const from = Math.min(...curves.filter((curve) => curve.from !== null).map((curve) => curve.from));
-  const to = Math.max(...curves.filter((curve) => curve.to !== null).map((curve) => curve.to));
-  return curves.map((curve) => ({ ...curve, from, to }));
 }
 
 // The whole page.

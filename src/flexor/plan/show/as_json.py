@@ -15,7 +15,17 @@ from flexor.plan.rank import Choice
 
 def to_json(study: Comparison) -> dict[str, Any]:
     """Everything in the study. Each key includes its unit."""
-    plan = study.plan
+    result = {
+        **plan_to_json(study.plan, study.alone_s),
+        "changes": [change_to_json(change) for change in study.changes],
+        "remedy": [change.setting for change in study.remedy],
+        "choices": [choice_to_json(choice) for choice in study.choices],
+    }
+    return json.loads(json.dumps(_finite(result)))
+
+
+def plan_to_json(plan: Plan, alone_s: float) -> dict[str, Any]:
+    """One plan. `alone_s`: a step with the same batch per GPU, if there were only one GPU."""
     result = {
         "policy": plan.config.policy.type,
         "gpu": plan.site.gpu.name,
@@ -32,17 +42,14 @@ def to_json(study: Comparison) -> dict[str, Any]:
         "fits": plan.fits,
         "largest_batch": plan.largest_batch,
         "memory": _memory(plan),
-        "time": _time(study),
+        "time": _time(plan, alone_s),
         "data": _data(plan),
         "host": _host(plan),
         "robot": _robot(plan),
         "experiments": asdict(plan.concurrent) if plan.concurrent else None,
         "money": _money(plan),
-        "changes": [_change(change) for change in study.changes],
-        "remedy": [change.setting for change in study.remedy],
-        "choices": [_choice(choice) for choice in study.choices],
     }
-    return json.loads(json.dumps(_finite(result)))
+    return dict(_finite(result))
 
 
 def _memory(plan: Plan) -> dict[str, Any]:
@@ -62,8 +69,8 @@ def _memory(plan: Plan) -> dict[str, Any]:
     }
 
 
-def _time(study: Comparison) -> dict[str, Any]:
-    plan, step = study.plan, study.plan.run_time.step
+def _time(plan: Plan, alone_s: float) -> dict[str, Any]:
+    step = plan.run_time.step
     return {
         "step_s": step.seconds,
         "spread": step.spread,
@@ -75,8 +82,8 @@ def _time(study: Comparison) -> dict[str, Any]:
         "communication_s": step.communication,
         "exposed_s": step.exposed,
         "links": str(plan.site.links) or None,
-        "alone_s": study.alone_s,
-        "efficiency": study.alone_s / step.seconds,
+        "alone_s": alone_s,
+        "efficiency": alone_s / step.seconds,
         "at_best_s": step.at_best,
         "compiled_at_best_s": step.compiled_at_best,
         "flops": step.flops,
@@ -116,6 +123,8 @@ def _host(plan: Plan) -> dict[str, Any]:
         "checkpoint_bytes": plan.checkpoint,
         "checkpoints_at_most": plan.checkpoints.most,
         "cores": plan.site.host.cores,
+        "has_memory_bytes": plan.site.host.memory,
+        "has_disk_bytes": plan.site.host.disk,
         "source": plan.site.host.source,
     }
 
@@ -157,7 +166,7 @@ def _finite(value: Any) -> Any:
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
-def _change(change: Change) -> dict[str, Any]:
+def change_to_json(change: Change) -> dict[str, Any]:
     assert change.effect
     return {
         "name": change.name,
@@ -166,10 +175,12 @@ def _change(change: Change) -> dict[str, Any]:
         "saves_bytes": change.effect.memory,
         "step_times": change.effect.time,
         "gpus_times": change.effect.gpus,
+        "why": change.why,
+        "fits": change.effect.fits,
     }
 
 
-def _choice(choice: Choice) -> dict[str, Any]:
+def choice_to_json(choice: Choice) -> dict[str, Any]:
     split = choice.split
     return {
         "gpu": choice.gpu.name,

@@ -10,7 +10,8 @@ from dataclasses import dataclass
 from flexor.pages.page import page as html_page
 from flexor.plan.compare import Comparison
 from flexor.plan.memory.memory import MemoryPlanner
-from flexor.plan.show.report import duration, number, render
+from flexor.plan.show.as_json import to_json
+from flexor.plan.show.report import number, render
 from flexor.plan.speed.time import step_time
 from flexor.policies.external import short_name
 
@@ -19,23 +20,28 @@ POINTS = 600  # per curve; a step has thousands of operations
 BATCHES = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
 
 
+STYLES = (("flexor.pages", "parts.css"), ("flexor.plan.show", "plan.css"))
+SCRIPTS = (
+    ("flexor.pages", "parts.js"),
+    *(("flexor.plan.show", name) for name in ("plan_view.js", "plan_page.js")),
+)
+
+
 def page(study: Comparison) -> str:
-    """The whole HTML file."""
+    """The whole HTML file: the answer first, and all details at the end."""
     plan = study.plan
     title = f"{short_name(plan.config.policy.type)} on {plan.site.gpu.name}"
-    figures = [
-        ("Memory during a step", memory_plot(study)),
-        ("Step time by batch size", batch_plot(study)),
-        ("Cost and time of the run, for every GPU that can be rented", cost_plot(study)),
-    ]
+    figures = [("Memory during a step", memory_plot(study)), ("Step time by batch size", batch_plot(study))]
     plots = "\n".join(
         f"<figure>\n<figcaption>{caption}</figcaption>\n{plot}\n</figure>" for caption, plot in figures
     )
-    body = f"<h1>{html.escape(title)}</h1>\n{plots}\n<pre>{html.escape(render(study))}</pre>"
-    return html_page(title, body=body)
+    text = f"<details><summary>All of it as text</summary>\n<pre>{html.escape(render(study))}</pre></details>"
+    body = f'<div id="more" class="plan-bars">\n{plots}\n</div>\n{text}'
+    data = {**to_json(study), "assumed": study.assumed}
+    return html_page(title, body=body, data=data, styles=STYLES, scripts=SCRIPTS)
 
 
-# The three plots.
+# The two plots.
 
 
 def memory_plot(study: Comparison) -> str:
@@ -70,36 +76,6 @@ def batch_plot(study: Comparison) -> str:
         planned = round(2**x) == plan.split.batch_size
         plot += axes.dot(x, time, f"batch {2**x:.0f}: {time:.1f} ms", best=planned)
     return svg(plot)
-
-
-def cost_plot(study: Comparison) -> str:
-    priced = [(choice, choice.usd) for choice in study.choices if choice.fits and choice.usd]
-    if not priced:
-        return "<p>No rental price is known for the GPUs that fit.</p>"
-    hours = [math.log10(choice.hours) for choice, _ in priced]
-    dollars = [math.log10(cost) for _, cost in priced]
-    axes = Axes(_widened(hours), _widened(dollars))
-    plot = axes.frame("time for the run", "USD", lambda x: duration(10**x * 3600), lambda y: number(10**y))
-    labels: list[tuple[float, float]] = []
-    for (choice, cost), x, y in zip(priced, hours, dollars):
-        best = _is_best(x, y, hours, dollars)
-        text = f"{choice.gpus} x {choice.gpu.name}"
-        plot += axes.dot(x, y, f"{text}: {duration(choice.hours * 3600)}, {cost:.2f} USD", best=best)
-        across, down = axes.at(x, y)
-        if best and all(abs(down - label[1]) > 12 or abs(across - label[0]) > 110 for label in labels):
-            labels.append((across, down))
-            plot += f'<text class="name" x="{across + 7:.0f}" y="{down + 4:.0f}">{html.escape(text)}</text>'
-    return svg(plot)
-
-
-def _is_best(x: float, y: float, hours: Sequence[float], dollars: Sequence[float]) -> bool:
-    """Whether no other choice is both faster and cheaper."""
-    return not any(a <= x and b <= y and (a, b) != (x, y) for a, b in zip(hours, dollars))
-
-
-def _widened(values: Sequence[float]) -> tuple[float, float]:
-    margin = max(0.1, 0.08 * (max(values) - min(values)))
-    return min(values) - margin, max(values) + 2 * margin
 
 
 def thinned(points: list[tuple[float, float]]) -> list[tuple[float, float]]:

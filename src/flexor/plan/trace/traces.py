@@ -116,7 +116,7 @@ class _SettledTraces:
     def _representative(self, capability: Capability, exact: bool) -> Capability:
         """A GPU for which torch makes the same choices; if possible, one that was traced already."""
         capability = _kind(capability)
-        traced = {gpu: trace for (_, _, gpu), trace in self._made.items()}
+        traced = {gpu: trace for (_, _, gpu), trace in [*self._made.items()]}  # other threads may add some
         if capability in traced:
             return capability
         fused = [gpu for gpu in traced if gpu is not None and gpu >= (8, 0)]

@@ -173,21 +173,21 @@ def _run(reader: RunReader, points: int) -> dict[str, Any]:
         "folder": str(reader.folder.resolve()),
         "status": STATUS[state.status],
         "step": state.step,
-        "facts": _facts(reader, state),
+        "facts": facts_of(reader, state),
         "verdict": state.verdict,
         "health": state.health_json(),
         "alarm": bool(state.verdict and is_alarm(state.verdict)),
-        "diagnosis": _diagnosis(reader),
+        "diagnosis": diagnosis_of(reader),
         "damaged": state.damaged_lines,
-        "plan": [_plan_row(row.name, row.planned, row.actual) for row in state.plan],
+        "plan": [plan_row(row.name, row.planned, row.actual) for row in state.plan],
         "checkpoints": [asdict(checkpoint) for checkpoint in state.checkpoints],
-        "series": {name: _points_of(series, points) for name, series in reader.series.items()},
-        "elapsed": _points_of(elapsed, points),
+        "series": {name: points_of(series, points) for name, series in reader.series.items()},
+        "elapsed": points_of(elapsed, points),
         "breakdown": breakdown(reader.series, global_batch(reader.config), points),
     }
 
 
-def _diagnosis(reader: RunReader) -> list[dict[str, Any]]:
+def diagnosis_of(reader: RunReader) -> list[dict[str, Any]]:
     """The verdict and what else was found, with figures: of the run's last reports."""
     lines = GrowingLines(reader.folder / METRICS).read()[1]
     findings = diagnose_lines(lines, reader.config, reader.record)[0].findings
@@ -202,7 +202,7 @@ def _diagnosis(reader: RunReader) -> list[dict[str, Any]]:
     ]
 
 
-def _points_of(series: Series, most: int) -> dict[str, Any]:
+def points_of(series: Series, most: int) -> dict[str, Any]:
     x, y = thinned(series, most)
     return {"x": [_short(value) for value in x], "y": [_short(value) for value in y], "count": len(series.x)}
 
@@ -216,7 +216,7 @@ def _short(value: float) -> float | int | None:
     return float(f"{value:.{DIGITS}g}") if abs(value) < 1e8 else value
 
 
-def _plan_row(name: str, planned: float | None, actual: float | None) -> list[str]:
+def plan_row(name: str, planned: float | None, actual: float | None) -> list[str]:
     both = planned and actual is not None
     return [
         title_of(name),
@@ -226,7 +226,7 @@ def _plan_row(name: str, planned: float | None, actual: float | None) -> list[st
     ]
 
 
-def _facts(reader: RunReader, state: RunState) -> list[tuple[str, str]]:
+def facts_of(reader: RunReader, state: RunState) -> list[tuple[str, str]]:
     """The run in a few lines. What is not known is left out."""
     series, config, record = reader.series, reader.config, reader.record
     machine, data = (mapping(record.get(name)) for name in ("machine", "dataset"))

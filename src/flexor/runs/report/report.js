@@ -5,6 +5,7 @@ const data = pageData();
 const several = data.runs.length > 1;
 const groups = []; // of plots, one per kind of x-axis
 const timeUnit = findTimeUnit();
+const PRINTED_GROUPS = 2; // learning and speed: on paper, the rest would be twenty pages
 let byTime = false; // curves over the time of training instead of steps
 
 function header() {
@@ -108,9 +109,10 @@ function curvePlots() {
     Object.assign(group, { smoothing: before.smoothing, log: before.log });
     groups.push(group);
   }
-  const parts = data.groups.flatMap(({ title, axis, plots }) => {
+  const parts = data.groups.map(({ title, axis, plots }, number) => {
     const drawn = plots.map((plot) => curvesOf(plot, axis, shared[axis === "step"]));
-    return [make("h3", {}, title), make("div", { class: "grid-of-plots" }, drawn)];
+    const group = number < PRINTED_GROUPS ? null : "not-printed";
+    return make("div", { class: group }, make("h3", {}, title), make("div", { class: "grid-of-plots" }, drawn));
   });
   const few = data.runs.some((run) => Object.values(run.series).some(({ x, count }) => x.length < count));
   const note = few

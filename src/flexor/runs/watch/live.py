@@ -48,19 +48,19 @@ class WatchedRuns:
         return {"runs": [reader.state().to_json() for reader in self.readers]}
 
 
-def print_once(runs: WatchedRuns) -> None:
+def print_once(runs: WatchedRuns, everything: bool = False) -> None:
     """One screen as text. It is as wide as the terminal, if there is one."""
     console = make_console()
     width, height = console.size if console.is_terminal else (console.width, HEIGHT)
-    screen = make_screen(runs, console)
+    screen = make_screen(runs, console, everything)
     for line in screen.lines(width, height - 1)[:-1]:  # without the keys, which do nothing here
         console.print(line, soft_wrap=True)
 
 
-def watch_live(runs: WatchedRuns, every: float) -> None:
+def watch_live(runs: WatchedRuns, every: float, everything: bool = False) -> None:
     """Until somebody presses q."""
     console = make_console()
-    screen = make_screen(runs, console)
+    screen = make_screen(runs, console, everything)
     with Keys() as keys, Live(console=console, screen=True, auto_refresh=False) as live:
         while True:
             runs.poll()
@@ -70,10 +70,10 @@ def watch_live(runs: WatchedRuns, every: float) -> None:
                 return
 
 
-def make_screen(runs: WatchedRuns, console: Console) -> Screen:
+def make_screen(runs: WatchedRuns, console: Console, everything: bool = False) -> Screen:
     runs.poll()
     plain = not console.encoding.lower().startswith("utf")
-    return Screen(runs.readers, comparing=len(runs.readers) > 1, plain=plain)
+    return Screen(runs.readers, comparing=len(runs.readers) > 1, plain=plain, everything=everything)
 
 
 def make_console() -> Console:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from rich.text import Text
@@ -12,6 +12,7 @@ from rich.text import Text
 from flexor.core.text import one_line
 from flexor.runs.reader import RunReader
 from flexor.runs.series import TIME, Series, smoothed
+from flexor.runs.signals import SIGNALS
 from flexor.runs.state import STATUS, RunState, is_alarm
 from flexor.runs.text import duration_text, short_title, title_of, value_text
 from flexor.runs.watch.chart import ChartLine, chart, sparkline
@@ -22,7 +23,8 @@ FIRST = (
 )
 COLOURS = ("cyan", "yellow", "green", "magenta", "blue", "red")
 STATUS_STYLES = {"running": "green", "finished": "cyan", "stopped": "red", "silent": "yellow"}
-CELL, NAME, VALUE = 40, 17, 11  # characters of a figure
+CELL, VALUE = 44, 11  # characters of a figure
+GROUP = 10  # of the name of a group of them
 MIN_CHART = 5  # lines
 MAX_HEALTH = 3  # findings about learning that are shown, the newest
 SMOOTHINGS = (0.0, 0.9, 0.99)
@@ -30,6 +32,7 @@ HELP = (
     "left, right, tab, 1 to 9   another run",
     "c                          compare all runs, or show one",
     "up, down                   another curve",
+    "m                          all figures that the run reports, or those that matter",
     "l                          logarithmic axis",
     "s                          smooth the curve: off, a little, a lot",
     "h                          this help",
@@ -49,6 +52,7 @@ class Screen:
     smoothing: int = 0
     help: bool = False
     plain: bool = False  # only characters of ASCII
+    everything: bool = False  # all figures, not only those that matter
 
     def press(self, key: str) -> bool:
         """Handle a key. Return False to quit."""
@@ -64,6 +68,8 @@ class Screen:
             names = self.metrics()
             at = names.index(self.metric) if self.metric in names else -1
             self.metric = names[(at + (1 if key == "down" else -1)) % len(names)] if names else self.metric
+        elif key == "m":
+            self.everything = not self.everything
         elif key == "l":
             self.log = not self.log
         elif key == "s":
@@ -134,20 +140,35 @@ class Screen:
         return lines
 
     def _figures(self, run: RunReader, state: RunState, width: int, most: int) -> list[Text]:
-        """The newest values in columns, each with its history."""
-        columns = max(width // CELL, 1)
-        names = self.metrics()[: columns * most]
-        cells = [self._figure(name, run.series[name], state.values.get(name)) for name in names]
-        rows = [cells[at : at + columns] for at in range(0, len(cells), columns)]
-        return [Text("").join(row) for row in rows]
+        """The newest values in columns, each with its history; those that matter in groups."""
+        series = run.series
+        groups = {"": self.metrics()} if self.everything else main_figures(series)
+        label = 0 if self.everything or width < GROUP + CELL else GROUP
+        columns = max((width - label) // CELL, 1)
+        rows = []
+        for group, names in groups.items():
+            cells = [
+                self._figure(name, series[name], state.values.get(name), (width - label) // columns)
+                for name in names
+            ]
+            for at in range(0, len(cells), columns):
+                head = Text(f"{'' if at else group.lower():{label}}"[:label], style="dim")
+                rows.append(Text("").join([head, *cells[at : at + columns]]))
+        return rows[:most]
 
-    def _figure(self, name: str, series: Series, value: float | None) -> Text:
+    def _figure(self, name: str, series: Series, value: float | None, width: int) -> Text:
         text = value_text(name, value)
+        room = max(min(width, CELL) - VALUE - 2, 8)
         title = one_line(short_title(name))
-        cell = Text(f"{title if len(title) <= NAME else title[-NAME:]:{NAME}} ", style="dim", no_wrap=True)
-        cell.append(f"{text:>{VALUE}} ", style="not dim bold" if value is not None else "not dim red")
-        room = CELL - NAME - VALUE - 2
-        cell.append(f"{sparkline(series.y, room - 2, self.plain):{room}}", style="not dim cyan")
+        cell = Text(f"{title} ", style="dim", no_wrap=True)
+        cell.append(
+            f"{text:>{max(VALUE, room - len(title))}} ",
+            style="not dim bold" if value is not None else "not dim red",
+        )
+        left = min(width, CELL) - cell.cell_len
+        cell.append(
+            f"{sparkline(series.y, max(left - 2, 0), self.plain):{max(left, 1)}}", style="not dim cyan"
+        )
         return cell
 
     # Several runs.
@@ -179,6 +200,16 @@ def _place(name: str) -> tuple[int, int]:
     if name in FIRST:
         return 0, FIRST.index(name)
     return (2 if "gpu" in name else 3) if "." in name else 1, 0
+
+
+def main_figures(series: Mapping[str, Series]) -> dict[str, list[str]]:
+    """The signals that matter, as far as a run has them, by their group."""
+    groups: dict[str, list[str]] = {}
+    for signal in SIGNALS:
+        name = next((name for name in signal.names if name in series), None)
+        if name is not None:
+            groups.setdefault(signal.group, []).append(name)
+    return groups
 
 
 def compare_table(states: Sequence[RunState], width: int) -> list[str]:

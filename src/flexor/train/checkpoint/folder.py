@@ -83,9 +83,11 @@ class Folder:
         elif problem:
             cause, fix = f"{problem.cause} ({cause})", problem.fix
         last = f"The last good checkpoint is {previous}" if previous else "There is no earlier checkpoint"
+        nothing = problem and problem.full and previous is None
+        again = "start the run again" if nothing else "continue with `flexor resume`"
         return CheckpointError(
             f"Can't save the checkpoint of step {self.step} in {checkpoints}: {cause}. {last}. "
-            f"{fix} and continue with `flexor resume`."
+            f"{fix} and {again}."
         )
 
 

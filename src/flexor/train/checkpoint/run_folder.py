@@ -97,10 +97,9 @@ def open_run(folder: Path, resume: bool) -> Iterator[Run]:
             raise CheckpointError(f"{folder} is not a Flexor run: it has no {RUN_CONFIG}.")
         refuse_links_out(folder)  # it may be from elsewhere, and its log, metrics and settings are written
     elif folder.exists() and any(p.name not in (LOCK, f".{RUN_CONFIG}") for p in folder.iterdir()):
-        raise ConfigError(
-            f"output_dir={folder} is not empty. Continue that run with `flexor resume {folder}`, "
-            "or choose another folder."
-        )
+        resumable = checkpoint.newest(folder / CHECKPOINTS)
+        way = f"Continue that run with `flexor resume {folder}`, or choose" if resumable else "Choose"
+        raise ConfigError(f"output_dir={folder} is not empty. {way} another folder.")
     folder.mkdir(parents=True, exist_ok=True)
     with (folder / LOCK).open("a+") as lock:
         try:

@@ -1,0 +1,64 @@
+"""The signals of a run that matter, in the order in which a person asks for them. All others are folded away."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from flexor.runs.text import title_of
+
+
+@dataclass(frozen=True)
+class Signal:
+    """One plot. `names`: of its series in the metrics; the first one that a run has is drawn."""
+
+    title: str
+    names: tuple[str, ...]
+    group: str
+    kind: str = "number"
+    """number, share (0 to 100 %) or seconds."""
+    band: tuple[str, str] | None = None
+    """Series of its interval."""
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+LEARNING, SPEED, MACHINE = "Learning", "Speed", "Machine"
+EVALUATED = ("eval_success_low", "eval_success_high")
+SIGNALS = (
+    Signal("Loss", ("loss",), LEARNING),
+    Signal("Held-out loss", ("held_out_loss",), LEARNING),
+    Signal("Success rate", ("eval_success_rate",), LEARNING, "share", EVALUATED),
+    Signal("Gradient norm", ("grad_norm",), LEARNING),
+    Signal("Learning rate", ("lr",), LEARNING),
+    Signal("Samples per second", ("samples_per_s",), SPEED),
+    Signal("Time of a step", ("step_s",), SPEED, "seconds"),
+    Signal("Waiting for data", ("data_wait",), SPEED, "share"),
+    Signal("GPU busy", ("system.gpu_util", "gpu_busy"), MACHINE, "share"),
+    Signal("GPU memory, GB", ("system.gpu_vram_used_gb",), MACHINE),
+    Signal("Processor, all cores", ("system.cpu",), MACHINE, "share"),
+    Signal("Memory of the run, GB", ("system.ram_own_gb",), MACHINE),
+)
+_COVERED = {name for signal in SIGNALS for name in (*signal.names, *(signal.band or ()))}
+
+
+def folded(names: Iterable[str]) -> list[dict[str, Any]]:
+    """The other series in groups, by the part of the run that reports them."""
+    groups: dict[str, list[str]] = {}
+    for name in names:
+        if name not in _COVERED:
+            group, dot, _ = name.partition(".")
+            groups.setdefault(group if dot else "", []).append(name)
+    return [
+        {
+            "title": group.replace("_", " ") or "everything else that is reported",
+            "signals": _plots(group_names),
+        }
+        for group, group_names in sorted(groups.items())
+    ]
+
+
+def _plots(names: Iterable[str]) -> list[dict[str, Any]]:
+    return [Signal(title_of(name), (name,), "").to_json() for name in sorted(names)]

@@ -1,0 +1,1 @@
+"""`flexor ui`: runs, plans, datasets and servers in one local web application."""

@@ -1,0 +1,4 @@
+"use strict";
+// The end of all scripts: every part has named its tab.
+
+startApplication();
