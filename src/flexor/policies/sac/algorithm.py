@@ -129,9 +129,9 @@ class SACAlgorithm(nn.Module):
             if part in self.optimizers:
                 self.optimizers[part].zero_grad()
         total.backward()
-        figures["critic_grad_norm"] = self._apply("critic", self.critic_parameters())
+        figures["critic_grad_norm"] = self._step_optimizer("critic", self.critic_parameters())
         if policy.discrete_critic is not None:
-            figures["discrete_critic_grad_norm"] = self._apply("discrete_critic", self.gripper_parameters())
+            figures["discrete_critic_grad_norm"] = self._step_optimizer("discrete_critic", self.gripper_parameters())
         return figures
 
     def _update_actor(self, batch: TransitionBatch, noise: NoiseSource, name: str) -> dict[str, Tensor]:
@@ -140,11 +140,11 @@ class SACAlgorithm(nn.Module):
         self.optimizers["actor"].zero_grad()
         loss.backward()
         self.critic_ensemble.requires_grad_(True)
-        norm = self._apply("actor", self.actor_parameters())
+        norm = self._step_optimizer("actor", self.actor_parameters())
         temperature_loss = self.temperature_loss(batch, noise, f"{name}temperature")
         self.optimizers["temperature"].zero_grad()
         temperature_loss.backward()
-        self._apply("temperature", [self.log_alpha])
+        self._step_optimizer("temperature", [self.log_alpha])
         return {
             "actor_loss": loss.detach(),
             "actor_grad_norm": norm,
@@ -153,7 +153,7 @@ class SACAlgorithm(nn.Module):
             "temperature": self.log_alpha.detach().exp()[0],
         }
 
-    def _apply(self, part: str, parameters: list[nn.Parameter]) -> Tensor:
+    def _step_optimizer(self, part: str, parameters: list[nn.Parameter]) -> Tensor:
         norm = nn.utils.clip_grad_norm_(parameters, self.settings["grad_clip_norm"])
         self.optimizers[part].step()
         return norm.detach()
