@@ -84,7 +84,9 @@ class ReplayBuffer:
         parts = self.collected, self.interventions
         return torch.tensor([bound for part in parts for bound in (part.start, part.end)])
 
-    def sample(self, count: int, online_ratio: float, bounds: Bounds, noise: NoiseSource, name: str) -> Tensor:
+    def sample(
+        self, count: int, online_ratio: float, bounds: Bounds, noise: NoiseSource, name: str
+    ) -> Tensor:
         """Rows of `count` transitions. `noise` has so many samples. Each part is drawn evenly, with repetition.
 
         If there is nothing but one part, all are of it.
@@ -131,7 +133,9 @@ class _Numbers:
         places = (self.end + np.arange(len(rows))) % self.capacity
         self.numbers[places] = numbers
         if len(rows):
-            self.rows[torch.from_numpy(places).to(self.rows.device)] = torch.from_numpy(rows).to(self.rows.device)
+            self.rows[torch.from_numpy(places).to(self.rows.device)] = torch.from_numpy(rows).to(
+                self.rows.device
+            )
         self.end += len(rows)
         self.start = max(self.start, self.end - self.capacity)
 

@@ -28,7 +28,9 @@ ALGORITHM = "algorithm"
 OPTIMIZER_STATE, PARAM_GROUPS = "optimizer_state.safetensors", "optimizer_param_groups.json"
 
 
-def save_checkpoint(run: Run, config: TrainConfig, learner: Learner, pretrained: Pretrained, records: int) -> Path:
+def save_checkpoint(
+    run: Run, config: TrainConfig, learner: Learner, pretrained: Pretrained, records: int
+) -> Path:
     """`records`: how many of the run's records the learner has learned from."""
     step = learner.buffer.transitions
     folder = checkpoint.Folder(run.checkpoints, step, config.steps)

@@ -102,7 +102,9 @@ class Collector:
             return False
         for place in range(1, len(records)):
             before = records[place : place + 1]
-            again = self._execute(before["action"][0], bool(before["intervention"][0]), int(before["update"][0]))
+            again = self._execute(
+                before["action"][0], bool(before["intervention"][0]), int(before["update"][0])
+            )
             if not _same(again, before):
                 return False
         return True

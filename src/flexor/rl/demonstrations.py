@@ -55,9 +55,7 @@ def _at(frames: Mapping[str, Any], layout: np.dtype[Any], step: int) -> dict[str
     return {name: frames[name][step] for name in layout.names if name.startswith("observation.")}
 
 
-def _outcome(
-    frames: Mapping[str, Any], reward: str, name: str, row: int
-) -> tuple[np.ndarray, np.ndarray]:
+def _outcome(frames: Mapping[str, Any], reward: str, name: str, row: int) -> tuple[np.ndarray, np.ndarray]:
     """Reward and end of each step of an episode."""
     count = len(frames[ACTION])
     if reward == "recorded":

@@ -30,7 +30,9 @@ def open_env(settings: EnvConfig) -> Env:
     if settings.max_steps is not None:
         return gymnasium.wrappers.TimeLimit(env, settings.max_steps)
     if env.spec is None or env.spec.max_episode_steps is None:
-        raise ConfigError(f"{env} has no time limit of its own, so an episode might never end: set --env.max_steps.")
+        raise ConfigError(
+            f"{env} has no time limit of its own, so an episode might never end: set --env.max_steps."
+        )
     return env
 
 

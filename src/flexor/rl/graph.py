@@ -56,7 +56,9 @@ class GraphUpdate:
         except RuntimeError as error:
             self.gave_up = True
             reason = why_not_captured(error, __file__)
-            log.warning("an update can't be captured in a CUDA graph: %s. It runs operation by operation", reason)
+            log.warning(
+                "an update can't be captured in a CUDA graph: %s. It runs operation by operation", reason
+            )
             return
         self.graphs[with_actor] = graph, figures
         log.info("from update %d on, an update is replayed as a CUDA graph", learner.updates + 1)

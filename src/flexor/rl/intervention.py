@@ -40,5 +40,7 @@ def make_intervener(kind: str, env: Env) -> Intervener:
     if kind == "none":
         return NoIntervener()
     if not isinstance(env.unwrapped, PlaceEnv):
-        raise ConfigError(f"rl.intervener=scripted knows the built-in task only, not {env}: use --env.type=place.")
+        raise ConfigError(
+            f"rl.intervener=scripted knows the built-in task only, not {env}: use --env.type=place."
+        )
     return ScriptedIntervener()

@@ -97,7 +97,9 @@ class RecordFile:
         try:
             saved = read_json_object(path)
         except (OSError, *MALFORMED) as error:
-            raise CheckpointError(f"{path} can't be read: {error!r}. Restore it from a copy of the run.") from error
+            raise CheckpointError(
+                f"{path} can't be read: {error!r}. Restore it from a copy of the run."
+            ) from error
         if saved != described:
             raise CheckpointError(
                 f"{self.folder} has records of other observations or actions than this run's. Start a new run in "

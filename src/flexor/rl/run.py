@@ -67,7 +67,9 @@ def train_online(config: TrainConfig, resume: Resume = "no") -> TrainResult:
     processes = find_processes()
     set_rank(processes.rank, processes.world_size)
     if processes.world_size > 1:
-        raise ConfigError(f"policy.type={config.policy.type} learns in one process: leave --gpus and --processes out.")
+        raise ConfigError(
+            f"policy.type={config.policy.type} learns in one process: leave --gpus and --processes out."
+        )
     device = pick_device(config.policy.device, processes)
     with StopSignal() as stop:
         config, started = resolve_for_machine(config, resume, processes, device)
@@ -83,7 +85,9 @@ def train_online(config: TrainConfig, resume: Resume = "no") -> TrainResult:
 @contextmanager
 def _build(config: TrainConfig, run: Run, processes: Processes, device: torch.device) -> Iterator[OnlineRun]:
     """The parts of the run, with what it recorded before, if it did."""
-    Engine(device, config.precision, config.deterministic, processes, config.parallel)  # how the device computes
+    Engine(
+        device, config.precision, config.deterministic, processes, config.parallel
+    )  # how the device computes
     dataset = _demonstrations(config)
     with closing(open_env(config.env)) as env:
         policy = config.policy
@@ -100,6 +104,8 @@ def _build(config: TrainConfig, run: Run, processes: Processes, device: torch.de
         buffer = _buffer(config, run, layout, demonstrations, device)
         pretrained = _new_policy(config, policy, device)
         learner = Learner(pretrained, buffer, config.rl, config.seed)
+        if device.type == "cpu" and not policy.images:
+            torch.set_num_threads(1)  # its networks are so small that threads wait for each other
         if device.type == "cuda" and config.step != "eager":
             learner.compute = GraphUpdate(device)
         intervener = make_intervener(config.rl.intervener, env)
@@ -245,7 +251,10 @@ def _resume_episode(parts: OnlineRun) -> None:
     """Go on in the episode that was cut off, if the environment can be brought back to where it was."""
     file, collector = parts.file, parts.collector
     kinds = np.concatenate(
-        [file.read(start, min(READ_AT_ONCE, file.count - start))["is_step"] for start in range(0, file.count, READ_AT_ONCE)]
+        [
+            file.read(start, min(READ_AT_ONCE, file.count - start))["is_step"]
+            for start in range(0, file.count, READ_AT_ONCE)
+        ]
     )
     firsts = np.flatnonzero(kinds == 0)
     number, records = len(firsts) - 1, file.read(int(firsts[-1]), file.count - int(firsts[-1]))
@@ -253,7 +262,9 @@ def _resume_episode(parts: OnlineRun) -> None:
         collector.episode.number = number
         return
     if not collector.repeat(records, number):
-        log.info("episode %d was cut off, and the environment does not repeat it: the next one begins", number)
+        log.info(
+            "episode %d was cut off, and the environment does not repeat it: the next one begins", number
+        )
         collector.episode.number, collector.episode.ended = number, True
 
 

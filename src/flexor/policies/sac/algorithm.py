@@ -131,17 +131,22 @@ class SACAlgorithm(nn.Module):
         total.backward()
         figures["critic_grad_norm"] = self._step_optimizer("critic", self.critic_parameters())
         if policy.discrete_critic is not None:
-            figures["discrete_critic_grad_norm"] = self._step_optimizer("discrete_critic", self.gripper_parameters())
+            figures["discrete_critic_grad_norm"] = self._step_optimizer(
+                "discrete_critic", self.gripper_parameters()
+            )
         return figures
 
     def _update_actor(self, batch: TransitionBatch, noise: NoiseSource, name: str) -> dict[str, Tensor]:
         self.critic_ensemble.requires_grad_(False)  # gradients flow through the critics, not to them
-        loss, entropy = self.actor_loss(batch, noise, f"{name}actor")
+        encoded = self._encode_for_actor(batch, noise, f"{name}actor")
+        loss, entropy = self._actor_loss(*encoded, noise, f"{name}actor")
         self.optimizers["actor"].zero_grad()
         loss.backward()
         self.critic_ensemble.requires_grad_(True)
         norm = self._step_optimizer("actor", self.actor_parameters())
-        temperature_loss = self.temperature_loss(batch, noise, f"{name}temperature")
+        if not self.policy.config.shared_encoder:  # the step has changed the actor's encoder
+            encoded = self._encode_for_actor(batch, noise, f"{name}temperature")
+        temperature_loss = self._temperature_loss(encoded[1], noise, f"{name}temperature")
         self.optimizers["temperature"].zero_grad()
         temperature_loss.backward()
         self._step_optimizer("temperature", [self.log_alpha])
@@ -219,26 +224,37 @@ class SACAlgorithm(nn.Module):
         predicted: Tensor = critic(encoded).gather(1, choice)[:, 0]
         return (predicted - target).square().mean()
 
-    def actor_loss(self, batch: TransitionBatch, noise: NoiseSource, name: str) -> tuple[Tensor, Tensor]:
-        """The loss, and the entropy of the actions. Gradients flow to a shared encoder from the critics' loss only."""
-        encoded, acting = self._acting(batch, noise, name)
-        action, log_density = self.policy.actor.sample(acting, self._normal(f"{name} action", acting, noise))
-        value = self.critic_ensemble(encoded, action).min(0).values
-        alpha = self.log_alpha.detach().exp()
-        return (alpha * log_density - value).mean(), -log_density.mean()
+    def actor_loss(self, batch: TransitionBatch, noise: NoiseSource, name: str = "0/actor") -> Tensor:
+        """Gradients flow to a shared encoder from the critics' loss only."""
+        return self._actor_loss(*self._encode_for_actor(batch, noise, name), noise, name)[0]
 
-    def _acting(self, batch: TransitionBatch, noise: NoiseSource, name: str) -> tuple[Tensor, Tensor]:
+    def temperature_loss(
+        self, batch: TransitionBatch, noise: NoiseSource, name: str = "0/temperature"
+    ) -> Tensor:
+        return self._temperature_loss(self._encode_for_actor(batch, noise, name)[1], noise, name)
+
+    def _encode_for_actor(
+        self, batch: TransitionBatch, noise: NoiseSource, name: str
+    ) -> tuple[Tensor, Tensor]:
         """What the critics and the actor see of an observation; only an encoder of the actor's own gets gradients."""
         policy = self.policy
         with torch.no_grad():
             encoded = self._encode(policy.encoder_critic, batch.state, noise, name)
         if policy.config.shared_encoder:
             return encoded, encoded
-        return encoded, self._encode(policy.encoder_actor, batch.state, noise, f"{name} actor")
+        return encoded, self._encode(policy.encoder_actor, batch.state, noise, f"{name} own encoder")
 
-    def temperature_loss(self, batch: TransitionBatch, noise: NoiseSource, name: str) -> Tensor:
+    def _actor_loss(
+        self, encoded: Tensor, acting: Tensor, noise: NoiseSource, name: str
+    ) -> tuple[Tensor, Tensor]:
+        """The loss, and the entropy of the actions."""
+        action, log_density = self.policy.actor.sample(acting, self._normal(f"{name} action", acting, noise))
+        value = self.critic_ensemble(encoded, action).min(0).values
+        alpha = self.log_alpha.detach().exp()
+        return (alpha * log_density - value).mean(), -log_density.mean()
+
+    def _temperature_loss(self, acting: Tensor, noise: NoiseSource, name: str) -> Tensor:
         with torch.no_grad():
-            acting = self._acting(batch, noise, name)[1]
             _, log_density = self.policy.actor.sample(acting, self._normal(f"{name} action", acting, noise))
         return (-self.log_alpha.exp() * (log_density + self.target_entropy)).mean()
 
@@ -255,9 +271,7 @@ class SACAlgorithm(nn.Module):
                 current.append(heads[name])
         torch._foreach_lerp_(targets, current, weight)
 
-    def _encode(
-        self, encoder: SACEncoder, observation: Observation, noise: NoiseSource, name: str
-    ) -> Tensor:
+    def _encode(self, encoder: SACEncoder, observation: Observation, noise: NoiseSource, name: str) -> Tensor:
         encoded: Tensor = encoder(observation, noise if self.training else None, name)
         return encoded
 

@@ -38,10 +38,10 @@ class CriticNetwork:
 class GaussianHead:
     use_tanh_squash: bool = True
     """Actions are the tanh of a Gaussian; there is no other kind."""
-    std_min: float = 1e-5
-    """Smallest standard deviation."""
-    std_max: float = 5.0
-    """Largest standard deviation."""
+    std_min: float = 1e-10
+    """Smallest variance: LeRobot's name says deviation, but LeRobot's Gaussian takes it as the variance."""
+    std_max: float = 25.0
+    """Largest variance."""
     init_final: float = 0.05
     """Initial weights of the last layers are uniform up to this."""
 

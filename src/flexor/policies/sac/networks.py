@@ -221,11 +221,13 @@ class GaussianActor(nn.Module):
         for layer in (self.mean_layer, self.std_layer):
             nn.init.uniform_(layer.weight, -head.init_final, head.init_final)
             nn.init.uniform_(layer.bias, -head.init_final, head.init_final)
-        self.std_range = head.std_min, head.std_max
+        self.variance_range = head.std_min, head.std_max
 
     def forward(self, encoded: Tensor) -> tuple[Tensor, Tensor]:
         hidden = self.network(encoded)
-        return self.mean_layer(hidden), self.std_layer(hidden).exp().clamp(*self.std_range)
+        # LeRobot's layer is named after the deviation, but gives the logarithm of the variance
+        variance = self.std_layer(hidden).exp().clamp(*self.variance_range)
+        return self.mean_layer(hidden), variance.sqrt()
 
     def sample(self, encoded: Tensor, noise: Tensor) -> tuple[Tensor, Tensor]:
         """Actions [B, A] and the logarithms of their densities [B], for standard normal noise [B, A]."""
