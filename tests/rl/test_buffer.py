@@ -34,7 +34,9 @@ def state(episode: int, step: int) -> dict[str, np.ndarray]:
 
 
 def buffer(capacity: int, demonstrations: np.ndarray | None = None, **options) -> ReplayBuffer:
-    return ReplayBuffer(LAYOUT, capacity, np.zeros(0, LAYOUT) if demonstrations is None else demonstrations, CPU, **options)
+    return ReplayBuffer(
+        LAYOUT, capacity, np.zeros(0, LAYOUT) if demonstrations is None else demonstrations, CPU, **options
+    )
 
 
 def draw(replay: ReplayBuffer, count: int = 4000, ratio: float = 0.5, seed: int = 0) -> tuple:

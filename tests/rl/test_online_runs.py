@@ -51,7 +51,10 @@ def test_help_is_recorded_and_begins_when_half_of_the_time_is_over(undisturbed):
 
 def test_a_run_that_was_killed_is_bitwise_the_run_that_was_not(data, undisturbed, tmp_path):
     """Killed again and again, at instants that depend on nothing."""
-    folder, more = tmp_path / "run", (f"--steps={STEPS}", "--save_freq=50", "--rl.intervener=scripted", "--resume=auto")
+    folder, more = (
+        tmp_path / "run",
+        (f"--steps={STEPS}", "--save_freq=50", "--rl.intervener=scripted", "--resume=auto"),
+    )
     file = folder / "records" / RECORDS
     size = online.records(undisturbed).dtype.itemsize
     rng = np.random.default_rng(time.time_ns())
@@ -114,7 +117,9 @@ def test_images_in_the_buffer(storage, tmp_path):
         "--steps=24",
     ]
     online.train(tmp_path / "run", None, *more)
-    assert torch.isfinite(torch.cat([t.float().flatten() for t in online.tensors(tmp_path / "run", 24).values()])).all()
+    assert torch.isfinite(
+        torch.cat([t.float().flatten() for t in online.tensors(tmp_path / "run", 24).values()])
+    ).all()
     records = online.records(tmp_path / "run")
     assert records["observation.image"].dtype == np.uint8 and records["observation.image"].std() > 10
 
@@ -123,8 +128,10 @@ def test_what_can_not_work_is_refused(data, tmp_path):
     for flags, message in (
         (["--env.type=null"], "learns while it acts"),
         (["--rl.num_critics=2", "--rl.num_subsample_critics=3"], "more than rl.num_critics"),
-        (["--rl.reward=recorded", "--env.kwargs={reward: sparse}"], "The policy observes"),
+        (["--env.kwargs={reward: sparse, image_size: 48}"], "observes"),
         (["--rl.storage=cuda"], "rl.storage=cuda"),
     ):
         with pytest.raises(ConfigError, match=message):
-            online.train(tmp_path / "refused", data, *flags, "--steps=30", "--policy.image_encoder_hidden_dim=2")
+            online.train(
+                tmp_path / "refused", data, *flags, "--steps=30", "--policy.image_encoder_hidden_dim=2"
+            )

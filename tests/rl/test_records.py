@@ -23,7 +23,9 @@ def fill(file: RecordFile, steps: int) -> None:
     file.append(first_record(LAYOUT, observation(0)))
     for step in range(1, steps):
         action = np.full(3, step, np.float32)
-        file.append(step_record(LAYOUT, observation(step), action, reward=step / 2, terminated=step == steps - 1))
+        file.append(
+            step_record(LAYOUT, observation(step), action, reward=step / 2, terminated=step == steps - 1)
+        )
 
 
 def test_what_was_appended_is_read_again(tmp_path):

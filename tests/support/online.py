@@ -73,5 +73,3 @@ def assert_same(first: Path, second: Path, step: int) -> None:
     assert ours.keys() == theirs.keys()
     different = [name for name, tensor in ours.items() if not torch.equal(tensor, theirs[name])]
     assert not different, different
-
-

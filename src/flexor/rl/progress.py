@@ -54,9 +54,8 @@ class RunProgress:
         self.log(step, values)
 
     def log(self, step: int, values: dict[str, Any]) -> None:
-        parts = [_text(FIGURES.get(n, n), n, values[n]) for n in (*FIGURES, *values) if n in values]
-        shown = [part for name, part in zip([n for n in (*FIGURES, *values) if n in values], parts)]
-        log.info("step %d  %s", step, "  ".join(dict.fromkeys(shown[: len(FIGURES)])))
+        named = [name for name in FIGURES if name in values] or [*values]
+        log.info("step %d  %s", step, "  ".join(_text(name, values[name]) for name in named))
         self.trackers.log(step, values)
         self.newest |= as_json(values)
 
@@ -86,5 +85,6 @@ class RunProgress:
         }
 
 
-def _text(label: str, name: str, value: Any) -> str:
+def _text(name: str, value: Any) -> str:
+    label = FIGURES.get(name, name)
     return f"{label} {100 * value:.0f} %" if name in SHARES else f"{label} {value:.4g}"

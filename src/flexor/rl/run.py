@@ -75,9 +75,13 @@ def train_online(config: TrainConfig, resume: Resume = "no") -> TrainResult:
         config, started = resolve_for_machine(config, resume, processes, device)
         assert config.output_dir is not None
         check_trackers(config)
-        with open_run(Path(config.output_dir), started) as run, log_file(run.folder / LOG):
-            with _build(config, run, processes, device) as parts:
-                result = _learn(parts, stop)
+        with (
+            open_run(Path(config.output_dir), started) as run,
+            _build(config, run, processes, device) as parts,
+            log_file(run.folder / LOG),
+        ):
+            _log_setup(parts)
+            result = _learn(parts, stop)
     result.seconds = time.perf_counter() - started_at
     return result
 
@@ -96,8 +100,6 @@ def _build(config: TrainConfig, run: Run, processes: Processes, device: torch.de
         policy = replace(policy, dataset_stats=statistics(policy, env, dataset))
         config = replace(config, policy=policy)
         layout = record_type(policy.observed, env.action_space.shape[0])  # type: ignore[index]
-        run.write_config(config)
-        note(run.folder, algorithm=policy.type)
         demonstrations = np.zeros(0, layout)
         if dataset is not None:
             demonstrations = demonstration_records(dataset, policy.observed, layout, config.rl.reward)
@@ -111,7 +113,8 @@ def _build(config: TrainConfig, run: Run, processes: Processes, device: torch.de
         intervener = make_intervener(config.rl.intervener, env)
         collector = Collector(env, pretrained, intervener, layout, config.seed)
         with closing(RecordFile(run.folder / RECORDS_FOLDER, layout)) as file:
-            _log_setup(config, learner, demonstrations)
+            run.write_config(config)
+            note(run.folder, algorithm=policy.type)
             yield OnlineRun(config, run, learner, collector, pretrained, file)
 
 
@@ -156,13 +159,14 @@ def _new_policy(config: TrainConfig, policy: SACConfig, device: torch.device) ->
     return Pretrained(module.to(device), before, after)
 
 
-def _log_setup(config: TrainConfig, learner: Learner, demonstrations: np.ndarray) -> None:
+def _log_setup(parts: OnlineRun) -> None:
+    config, learner = parts.config, parts.learner
     buffer, rl = learner.buffer, config.rl
-    shown = int(demonstrations["is_step"].sum()), len(demonstrations) - int(demonstrations["is_step"].sum())
+    steps = len(buffer.demonstrations)
     log.info("%s in %s on %s, preset %s", config.policy.type, config.env.type, learner.device, rl.preset)
-    log.info("demonstrations: %d steps of %d episodes", *shown)
-    where = f"{buffer.device}" if config.rl.storage != "file" else "a file"
-    log.info("buffer: %d observations, %s on %s", rl.observations, gigabytes(buffer.nbytes()), where)
+    log.info("demonstrations: %d steps of %d episodes", steps, buffer.first_row - steps)
+    where = "in a file" if rl.storage == "file" else f"on {buffer.device}"
+    log.info("buffer: %d observations, %s, %s", rl.observations, gigabytes(buffer.nbytes()), where)
     log.info("%d steps, %d updates each from step %d on", config.steps, rl.updates, rl.learning_starts)
 
 

@@ -65,7 +65,7 @@ class SACAlgorithm(nn.Module):
     def make_optimizers(self) -> dict[str, torch.optim.Adam]:
         """Adam for each part. The encoder is in one of them only, that of the critics."""
         rates = self.settings
-        fused = {"fused": True, "capturable": self.log_alpha.is_cuda}
+        fused: dict[str, Any] = {"fused": True, "capturable": self.log_alpha.is_cuda}
         groups = {
             "critic": (self.critic_parameters(), rates["critic_lr"]),
             "actor": (self.actor_parameters(), rates["actor_lr"]),
@@ -262,7 +262,8 @@ class SACAlgorithm(nn.Module):
     def update_targets(self) -> None:
         """The targets are averages of the critics. The encoder is not averaged: it is theirs, too."""
         weight = self.settings["critic_target_update_weight"]
-        targets, current = [*self.critic_target.parameters()], [*self.critic_ensemble.parameters()]
+        targets: list[Tensor] = [*self.critic_target.parameters()]
+        current: list[Tensor] = [*self.critic_ensemble.parameters()]
         if self.discrete_critic_target is not None:
             assert self.policy.discrete_critic is not None
             heads = dict(self.policy.discrete_critic.named_parameters())

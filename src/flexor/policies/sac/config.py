@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any, ClassVar
 
-from flexor.core.batch import ACTION, ENV_STATE, STATE
+from flexor.core.batch import ENV_STATE, STATE
 from flexor.core.errors import ConfigError
 from flexor.policies.base import PolicyConfig
 from flexor.policies.features import Kind, Normalization

@@ -100,13 +100,11 @@ class ResNet10(nn.Module):
         )
         pairs = zip((stem, *RESNET10), RESNET10)
         blocks = [GroupNormBlock(*pair, stride=2 if number else 1) for number, pair in enumerate(pairs)]
-        self.encoder = nn.ModuleDict({"stages": nn.ModuleList(blocks)})
+        self.encoder = nn.ModuleDict({"stages": nn.Sequential(*blocks)})
 
     def forward(self, images: Tensor) -> Tensor:
-        x = self.embedder(images)
-        for block in self.encoder["stages"]:
-            x = block(x)
-        return x
+        out: Tensor = self.encoder["stages"](self.embedder(images))
+        return out
 
 
 class PretrainedConvolutions(nn.Module):
@@ -158,9 +156,9 @@ class SACEncoder(nn.Module):
         weight = next(self.image_encoder.parameters())
         with torch.no_grad():
             maps = self.image_encoder(torch.zeros(1, *shape, device=weight.device))
-        pooled = config.image_embedding_pooling_dim
+        pooled, size = config.image_embedding_pooling_dim, maps.shape[1:]
         self.spatial_embeddings = nn.ModuleDict(
-            {_module_name(key): SpatialEmbedding(*maps.shape[1:], count=pooled) for key in self.cameras}
+            {_module_name(key): SpatialEmbedding(*size, pooled) for key in self.cameras}
         )
         width = maps.shape[1] * pooled
         self.post_encoders = nn.ModuleDict(

@@ -19,7 +19,7 @@ from flexor.core.run_files import WEIGHTS
 from flexor.core.weight_files import WeightFiles
 from flexor.policies.base import Loss, Policy
 from flexor.policies.sac.config import SACConfig
-from flexor.policies.sac.networks import DiscreteCritic, GaussianActor, SACEncoder
+from flexor.policies.sac.networks import DiscreteCritic, GaussianActor, PretrainedConvolutions, SACEncoder
 
 
 class SAC(Policy):
@@ -66,6 +66,7 @@ class SAC(Policy):
         label = f"policy.vision_encoder_name={name}"
         folder = ModelFiles(name, label).folder([WEIGHTS])
         for encoder in {self.encoder_critic, self.encoder_actor}:
+            assert isinstance(encoder.image_encoder, PretrainedConvolutions)
             weights = encoder.image_encoder.image_enc_layers.state_dict()
             files = WeightFiles(folder)
             described = files.described()

@@ -26,7 +26,8 @@ class SACSettings:
     discount: float | None = setting(None, at_least=0, less_than=1)
     """Discount factor of rewards per step; default: 0.97 (hilserl), 0.99 (lerobot)."""
     use_backup_entropy: bool | None = None
-    """Whether the value of a state includes the entropy of the actions there; default: false (hilserl), true (lerobot)."""
+    """Whether the value of a state includes the entropy of the actions there; default: false (hilserl), true
+    (lerobot)."""
     temperature_init: float | None = setting(None, more_than=0)
     """Initial weight of the entropy; default: 0.01 (hilserl), 1 (lerobot)."""
     utd_ratio: int | None = setting(None, at_least=1)
