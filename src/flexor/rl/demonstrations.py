@@ -89,9 +89,9 @@ def _check(
         declared = dataset.features.get(name)
         shape = None if declared is None else tuple(declared.chw if declared.is_camera else declared.shape)
         if shape != feature.shape:
-            what = "has no such feature" if shape is None else f"has it with the shape {list(shape)}"
+            difference = "has no such feature" if shape is None else f"has it with the shape {list(shape)}"
             raise ConfigError(
-                f"The policy observes {name} {list(feature.shape)}, but {dataset.repo_id} {what}. Record "
+                f"The policy observes {name} {list(feature.shape)}, but {dataset.repo_id} {difference}. Record "
                 "demonstrations with what the environment gives, or choose what the policy observes with "
                 "--policy.input_features."
             )

@@ -54,17 +54,17 @@ def fitted(policy: SACConfig, env: Env) -> SACConfig:
     """The policy's settings with the features of the environment, unless it has features already."""
     observation, _ = env.reset(seed=0)
     inputs = {}
-    for name, value in observation_to_batch(observation).items():
+    available = observation_to_batch(observation)
+    for name, value in available.items():
         kind = Kind.VISUAL if value.ndim == 3 else {STATE: Kind.STATE, ENV_STATE: Kind.ENV}.get(name)
         if kind is not None:
             inputs[name] = PolicyFeature(kind, value.shape)
     inputs = policy.input_features or inputs
-    given = observation_to_batch(observation)
     for name, feature in inputs.items():
-        if name not in given or given[name].shape != feature.shape:
-            available = ", ".join(f"{n} {list(v.shape)}" for n, v in given.items())
+        if name not in available or available[name].shape != feature.shape:
+            described = ", ".join(f"{n} {list(v.shape)}" for n, v in available.items())
             raise ConfigError(
-                f"The policy observes {name} {list(feature.shape)}, but {env} gives {available}."
+                f"The policy observes {name} {list(feature.shape)}, but {env} gives {described}."
             )
     actions = len(action_limits(env)[0]) - (policy.num_discrete_actions is not None)
     outputs = {ACTION: PolicyFeature(Kind.ACTION, (actions,))}
@@ -78,10 +78,10 @@ def statistics(policy: SACConfig, env: Env, demonstrations: Dataset | None) -> S
     low, high = action_limits(env)
     actions = policy.action.shape[0]
     stats: Stats = {ACTION: {"min": low[:actions].tolist(), "max": high[:actions].tolist()}}
-    given = policy.dataset_stats or {}
+    from_user = policy.dataset_stats or {}
     for name, feature in policy.observed.items():
         names = required_statistics(policy.normalization_mapping.get(feature.type, "IDENTITY"))
-        stats[name] = given.get(name) or _of_feature(name, feature, names, env, demonstrations)
+        stats[name] = from_user.get(name) or _of_feature(name, feature, names, env, demonstrations)
     return stats
 
 

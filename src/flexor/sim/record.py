@@ -25,6 +25,8 @@ BUILTIN: dict[str, dict[str, Any]] = {
     "builtin/place": {},
     # with 300 episodes, words are learned, but not all places
     "builtin/place_words": {"targets": 2, "episodes": 1000},
+    # for learning from rewards: what is recorded is what was done
+    "builtin/place_rl": {"obs_type": "environment_state_agent_pos", "episodes": 20, "noise": 0.0},
 }
 TRAIN_SEED_START = 0
 EVAL_SEED_START = 1_000_000  # evaluation never uses the start state of a demonstration

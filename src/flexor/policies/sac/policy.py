@@ -37,8 +37,8 @@ class SAC(Policy):
 
     def loss(self, batch: Batch, noise: NoiseSource) -> Loss:
         raise ConfigError(
-            "policy.type=sac learns from rewards while it acts, not from a dataset alone: give --env.type=..., "
-            "and a dataset of demonstrations beside it if there is one."
+            "policy.type=sac learns from rewards while it acts: `flexor train --policy.type=sac --env.type=...` trains "
+            "it. It has no loss on a dataset, and `flexor plan` does not plan it yet."
         )
 
     def predict(self, batch: Batch, noise: NoiseSource) -> Tensor:
