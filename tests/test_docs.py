@@ -203,6 +203,8 @@ def test_other_commands_parse(page, tmp_path, monkeypatch):
             assert cli.main([verb, *words]) == 0
         elif verb == "serve":
             assert all(word.startswith("--policy.") for word in serve_flags().parse_known_args(words)[1])
+        elif verb == "export":
+            assert "--records=data/collected" in words
         elif verb == "demo":
             packaged = "sac_place" if "--rl" in words else "demo"
             settings = [w for w in words if w != "--rl" and not w.startswith("--output-dir")]

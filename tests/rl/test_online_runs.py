@@ -10,8 +10,11 @@ import torch
 
 from flexor.cli.main import main
 from flexor.core.errors import ConfigError
+from flexor.data.dataset import open_dataset
 from flexor.evaluate.report import evaluate_policy
-from flexor.rl.records import RECORDS
+from flexor.policies.features import Kind, PolicyFeature
+from flexor.rl.demonstrations import demonstration_records
+from flexor.rl.records import RECORDS, observed_names
 from support import online
 
 STEPS = 120
@@ -93,6 +96,29 @@ def checked(record: np.ndarray) -> np.ndarray:
 
     record["checksum"] = _checksums(record)
     return record
+
+
+def test_records_are_exported_as_a_dataset_that_is_sound(undisturbed, tmp_path, capsys):
+    """And that is read as the same transitions, where each episode ended with success."""
+    assert main(["export", str(undisturbed), f"--records={tmp_path / 'exported'}"]) == 0
+    assert main(["data", "check", str(tmp_path / "exported")]) == 0
+    dataset, records = open_dataset(None, tmp_path / "exported"), online.records(undisturbed)
+    steps = records[records["is_step"] == 1]
+    assert len(dataset) == len(steps)
+    assert np.array_equal(dataset.columns["action"], steps["action"])
+    assert np.array_equal(dataset.columns["next.reward"].ravel(), steps["reward"])
+    helped = dataset.columns["complementary_info.is_intervention"].ravel()
+    assert np.array_equal(helped, steps["intervention"].astype(bool))
+    observed = {name: dataset.features[name] for name in observed_names(records.dtype)}
+    kinds = {name: PolicyFeature(Kind.STATE, tuple(f.shape)) for name, f in observed.items()}
+    again = demonstration_records(dataset, kinds, records.dtype, "recorded")
+    assert len(again) and steps["terminated"].sum() >= 1
+    # a dataset does not have what followed the last step of an episode
+    same = records[: len(again)]
+    follows = same["terminated"] == 0
+    assert np.array_equal(again["observation.state"][follows], same["observation.state"][follows])
+    assert np.array_equal(again["terminated"], same["terminated"])
+    assert len(again) >= len(records) - 2
 
 
 def test_a_policy_is_evaluated_without_noise(undisturbed):

@@ -147,6 +147,10 @@ def config_from_flags(flags: Mapping[str, Any]) -> TrainConfig:
 
 def _learns_online(flags: Mapping[str, Any]) -> bool:
     """Whether the policy needs no dataset: it learns while it acts."""
+    if flags.get("policy_path") is not None:
+        from flexor.policies.pretrained import read_config
+
+        return read_config(str(flags["policy_path"])).learns_online
     return str(flags.get("policy.type")) in (*ONLINE_POLICIES, *LEROBOT_TYPES)
 
 

@@ -61,6 +61,7 @@ class Learner:
         settings = self.settings
         rows = self.buffer.sample(settings.batch_size, settings.online_ratio, bounds, noise, name)
         before, after, step = self.buffer.gather(rows)
+        step = {name: value.to(self.device) for name, value in step.items()}
         continuous = self.policy.config.action.shape[0]
         context = StepContext(training=True, noise=noise)
         actions = {ACTION: step["action"][:, :continuous]}

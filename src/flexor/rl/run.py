@@ -20,7 +20,7 @@ from flexor.core.rng import seed_everything
 from flexor.core.run_files import LOG
 from flexor.data.dataset import Dataset
 from flexor.evaluate.play import play
-from flexor.evaluate.rollout import PolicyActor, summarize
+from flexor.evaluate.rollout import PolicyActor, summarize, task_of
 from flexor.monitor.trackers import Trackers, check_trackers
 from flexor.policies import make_policy
 from flexor.policies.pretrained import Pretrained, find_folder, load_weights
@@ -47,6 +47,7 @@ from flexor.train.stopping import Diverged, StopSignal, stop_error
 
 RECORDS_FOLDER = "records"
 READ_AT_ONCE = 1024  # records
+DEFAULT_FPS = 10.0  # of an environment that does not say
 
 
 @dataclass
@@ -108,13 +109,14 @@ def _build(config: TrainConfig, run: Run, processes: Processes, device: torch.de
         learner = Learner(pretrained, buffer, config.rl, config.seed)
         if device.type == "cpu" and not policy.images:
             torch.set_num_threads(1)  # its networks are so small that threads wait for each other
-        if device.type == "cuda" and config.step != "eager":
+        if buffer.device.type == "cuda" and config.step != "eager":
             learner.compute = GraphUpdate(device)
         intervener = make_intervener(config.rl.intervener, env)
         collector = Collector(env, pretrained, intervener, layout, config.seed)
         with closing(RecordFile(run.folder / RECORDS_FOLDER, layout)) as file:
             run.write_config(config)
-            note(run.folder, algorithm=policy.type)
+            fps = float(env.metadata.get("render_fps") or DEFAULT_FPS)
+            note(run.folder, task=task_of(env) or config.job_name, fps=fps)
             yield OnlineRun(config, run, learner, collector, pretrained, file)
 
 
