@@ -133,6 +133,16 @@ def test_without_demonstrations_and_without_a_checkpoint(tmp_path):
     assert result.checkpoint is None and "loss" in result.metrics
 
 
+def test_any_environment_with_limits_of_its_actions(tmp_path):
+    """Its observation is one vector, and its actions are in [-2, 2]."""
+    more = ("--env.type=Pendulum-v1", "--env.kwargs={}", "--env.max_steps=15", "--steps=40")
+    online.train(tmp_path / "run", None, *more)
+    records = online.records(tmp_path / "run")
+    steps = records[records["is_step"] == 1]
+    assert np.abs(steps["action"]).max() > 1 and np.abs(steps["action"]).max() <= 2
+    assert np.flatnonzero(steps["truncated"]).tolist() == [14, 29] and not steps["terminated"].any()
+
+
 @pytest.mark.parametrize("storage", ["cpu", "file"])
 def test_images_in_the_buffer(storage, tmp_path):
     more = [
@@ -156,6 +166,8 @@ def test_what_can_not_work_is_refused(data, tmp_path):
         (["--rl.num_critics=2", "--rl.num_subsample_critics=3"], "more than rl.num_critics"),
         (["--env.kwargs={reward: sparse, image_size: 48}"], "observes"),
         (["--rl.storage=cuda"], "rl.storage=cuda"),
+        (["--ema.enable=true"], "ema.enable=True has no effect"),
+        (["--precision=bf16"], "precision=bf16 has no effect"),
     ):
         with pytest.raises(ConfigError, match=message):
             online.train(

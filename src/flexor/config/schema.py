@@ -347,6 +347,21 @@ def _validate_online(config: TrainConfig) -> None:
             f"policy.type={config.policy.type} learns while it acts: say where with --env.type=place, or any "
             "gymnasium id. A dataset is optional: its episodes are demonstrations."
         )
+    without_effect = {
+        "ema.enable": config.ema.enable,
+        "lora.r": config.lora.r,
+        "compile": config.compile,
+        "epochs": config.epochs,
+        "gradient_accumulation_steps": config.gradient_accumulation_steps,
+        "weights_dtype": config.weights_dtype != "float32" and config.weights_dtype,
+        "precision": config.precision in ("bf16", "fp16") and config.precision,
+        "dataset.eval_split": config.dataset.eval_split,
+    }
+    for name, value in without_effect.items():
+        if value:
+            raise ConfigError(
+                f"{name}={value} has no effect on a policy that learns while it acts: leave it out."
+            )
     if config.rl.online_ratio > 1:
         raise ConfigError(f"rl.online_ratio={config.rl.online_ratio} is a share of a batch: use 0 to 1.")
 

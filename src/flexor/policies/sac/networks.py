@@ -156,15 +156,16 @@ class SACEncoder(nn.Module):
         weight = next(self.image_encoder.parameters())
         with torch.no_grad():
             maps = self.image_encoder(torch.zeros(1, *shape, device=weight.device))
-        pooled, size = config.image_embedding_pooling_dim, maps.shape[1:]
+        pooled, (channels, height, width) = config.image_embedding_pooling_dim, maps.shape[1:]
         self.spatial_embeddings = nn.ModuleDict(
-            {_module_name(key): SpatialEmbedding(*size, pooled) for key in self.cameras}
+            {_module_name(key): SpatialEmbedding(channels, height, width, pooled) for key in self.cameras}
         )
-        width = maps.shape[1] * pooled
         self.post_encoders = nn.ModuleDict(
             {
                 # the first one is the place of the dropout, which `forward` computes
-                _module_name(key): nn.Sequential(nn.Identity(), *_projection(width, config.latent_dim))
+                _module_name(key): nn.Sequential(
+                    nn.Identity(), *_projection(channels * pooled, config.latent_dim)
+                )
                 for key in self.cameras
             }
         )
