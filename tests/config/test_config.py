@@ -173,7 +173,7 @@ def test_flatten_undoes_nest(flat):
         ("--num_workers=-1", "num_workers=-1"),
         ("--seed=-1", "seed=-1"),
         ("--precision=fp8", "precision='fp8'"),
-        ("--policy.type=atc", "Did you mean act"),
+        ("--policy.type=atc", "or act?"),
         ("--policy=act", "--policy.type=act"),
         ("--dataset=foo", "dataset"),
         ("--steps.x=3", "steps="),

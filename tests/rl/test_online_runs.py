@@ -44,11 +44,11 @@ def test_a_run_records_each_step_and_how_many_updates_it_was_allowed(undisturbed
     assert {"success_rate", "intervention_rate", "q", "entropy", "temperature"} <= lines[-1].keys()
 
 
-def test_help_is_recorded_and_begins_when_half_of_the_time_is_over(undisturbed):
+def test_help_is_recorded_and_begins_after_30_steps(undisturbed):
     records = online.records(undisturbed)
     firsts = np.flatnonzero(records["is_step"] == 0)
     helped = [np.flatnonzero(part["intervention"]) for part in np.split(records, firsts[1:])]
-    assert helped[0].min() == 41  # the first record of an episode is no step
+    assert helped[0].min() == 31  # the first record of an episode is no step
     assert sum(len(part) for part in helped) > 10
 
 
