@@ -289,7 +289,7 @@ def test_typo_in_a_known_group_suggests_a_name_that_exists(wrong):
     message = str(error.value)
     suggestions = message.partition("Did you mean ")[2].rstrip("?").split(" or ")
     if "Unknown setting" in message and suggestions != [""]:
-        keys = {*KEYS, *GROUPS, "policy_path"}
+        keys = {*KEYS, *GROUPS, "policy_path", "policy.type", "policy.path"}
         assert set(suggestions) <= keys
 
 
