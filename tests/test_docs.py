@@ -206,8 +206,12 @@ def test_other_commands_parse(page, tmp_path, monkeypatch):
             assert cli.main([verb, *words]) == 0
         elif verb == "serve":
             assert all(word.startswith("--policy.") for word in serve_flags().parse_known_args(words)[1])
+        elif verb == "export":
+            assert "--records=data/collected" in words
         elif verb == "demo":
-            load_config(["--config=demo", *[w for w in words if not w.startswith("--output-dir")]])
+            packaged = "sac_place" if "--rl" in words else "demo"
+            settings = [w for w in words if w != "--rl" and not w.startswith("--output-dir")]
+            load_config([f"--config={packaged}", *settings])
         else:
             pytest.fail(f"flexor {verb}: use a bash block, it can run here")
 

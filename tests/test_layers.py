@@ -24,6 +24,7 @@ LAYERS = {
             "train",
             "plan",
             "serve",
+            "rl",
             "bench",
             "launch",
             "ui",

@@ -173,7 +173,7 @@ def test_flatten_undoes_nest(flat):
         ("--num_workers=-1", "num_workers=-1"),
         ("--seed=-1", "seed=-1"),
         ("--precision=fp8", "precision='fp8'"),
-        ("--policy.type=atc", "Did you mean act"),
+        ("--policy.type=atc", "or act?"),
         ("--policy=act", "--policy.type=act"),
         ("--dataset=foo", "dataset"),
         ("--steps.x=3", "steps="),
@@ -289,7 +289,7 @@ def test_typo_in_a_known_group_suggests_a_name_that_exists(wrong):
     message = str(error.value)
     suggestions = message.partition("Did you mean ")[2].rstrip("?").split(" or ")
     if "Unknown setting" in message and suggestions != [""]:
-        keys = {*KEYS, *GROUPS, "policy_path"}
+        keys = {*KEYS, *GROUPS, "policy_path", "policy.type", "policy.path"}
         assert set(suggestions) <= keys
 
 

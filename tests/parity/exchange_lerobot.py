@@ -17,7 +17,7 @@ import numpy as np
 import torch
 
 from parity.fill import fill
-from parity.kinds import cases_of, part, prepared
+from parity.kinds import cases_of, lerobot_type, part, prepared
 from parity.lerobot_side import Made, act, make_policy
 
 
@@ -35,14 +35,14 @@ def load(kind: str, checkpoint: Path) -> Made:
     from lerobot.policies.factory import get_policy_class, make_pre_post_processors
     from lerobot.processor import PolicyProcessorPipeline
 
-    policy = get_policy_class(kind).from_pretrained(checkpoint, strict=True)
+    policy = get_policy_class(lerobot_type(kind)).from_pretrained(checkpoint, strict=True)
     processors = make_pre_post_processors(policy.config, pretrained_path=str(checkpoint))
     for name, made in zip(("policy_preprocessor", "policy_postprocessor"), processors):
         loaded = PolicyProcessorPipeline.from_pretrained(checkpoint, config_filename=f"{name}.json")
         assert [type(step) for step in loaded.steps] == [type(step) for step in made.steps]
     if (checkpoint / "train_config.json").is_file():
         settings = TrainPipelineConfig.from_pretrained(checkpoint)
-        assert settings.policy.type == kind
+        assert settings.policy.type == lerobot_type(kind)
         assert settings.policy.input_features == policy.config.input_features
         # as text, in which it does not matter whether a pair came out as a list
         expected, preset = settings.optimizer, policy.config.get_optimizer_preset()

@@ -34,7 +34,7 @@ def make_config(kind: str, case: dict) -> PolicyConfig:
         {key: PolicyFeature(Kind(kind), shape) for key, (kind, shape) in described.items()}
         for described in (case["inputs"], action_of(case))
     )
-    settings = {**case["settings"], **case["ours"]}
+    settings = getattr(part(kind, "flexor"), "settings", dict)({**case["settings"], **case["ours"]})
     return policy_class(kind).Config(**settings, input_features=inputs, output_features=outputs)
 
 

@@ -28,6 +28,11 @@ def policies() -> list[str]:
     return [kind for kind in KINDS if hasattr(part(kind, "cases"), "STEPS")]
 
 
+def lerobot_type(kind: str) -> str:
+    """What LeRobot calls the type of a kind of policy."""
+    return getattr(part(kind, "cases"), "LEROBOT_TYPE", kind)
+
+
 def prepared(kind: str, program: str, folder: Path) -> AbstractContextManager:
     """What a program needs around it to make and load policies of a kind, whose files are in `folder`."""
     special = part(kind, program)

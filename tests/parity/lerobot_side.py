@@ -17,7 +17,7 @@ import torch
 
 from parity.fill import fill
 from parity.inputs import BATCH, TASKS, action_of, observation_sequence, statistics
-from parity.kinds import cases_of, part
+from parity.kinds import cases_of, lerobot_type, part
 from parity.records import gradients, group, in_double, record_batch, save
 
 
@@ -37,7 +37,9 @@ def make_policy(kind: str, case: dict) -> Made:
         key: {name: torch.from_numpy(value) for name, value in values.items()}
         for key, values in statistics(case["robot"], action_of(case)).items()
     }
-    return Made(get_policy_class(kind)(config), *make_pre_post_processors(config, dataset_stats=stats))
+    return Made(
+        get_policy_class(lerobot_type(kind))(config), *make_pre_post_processors(config, dataset_stats=stats)
+    )
 
 
 def make_config(kind: str, case: dict) -> Any:
@@ -50,8 +52,9 @@ def make_config(kind: str, case: dict) -> Any:
     )
     settings = dict(case["settings"])
     modes = settings.pop("normalization_mapping")
+    settings = getattr(part(kind, "lerobot"), "settings", dict)(settings)
     config = make_policy_config(
-        kind,
+        lerobot_type(kind),
         **settings,
         normalization_mapping={kind: NormalizationMode(mode) for kind, mode in modes.items()},
         input_features=inputs,

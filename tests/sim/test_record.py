@@ -1,5 +1,6 @@
 """Recorded demonstrations: whole, successful, made once."""
 
+import itertools
 import json
 from concurrent.futures import ThreadPoolExecutor
 
@@ -87,6 +88,24 @@ def test_what_is_recorded_is_what_the_expert_wanted() -> None:
     assert state.success
     np.testing.assert_array_equal(clean[0]["action"], disturbed[0]["action"])
     assert (clean[1]["observation.state"] != disturbed[1]["observation.state"]).any()
+
+
+def test_executed_actions_lead_to_what_was_recorded_after_them() -> None:
+    env = PlaceEnv(obs_type="environment_state_agent_pos")
+    frames = demonstrate(env, 5, 1.0, "executed")
+    again = PlaceEnv(obs_type="environment_state_agent_pos", reward="sparse")
+    again.reset(seed=5)
+    rewards = []
+    for frame, after in itertools.pairwise(frames):
+        observation, reward, *_ = again.step(frame["action"])
+        assert np.array_equal(observation["agent_pos"], after["observation.state"])
+        rewards.append(reward)
+    first = rewards.index(1.0)
+    assert rewards[:first] == [0.0] * first and len(frames) - first >= REST
+    assert any(
+        not np.array_equal(frame["action"], expert["action"])
+        for frame, expert in zip(frames, demonstrate(env, 5, 1.0))
+    )
 
 
 def test_made_once_even_by_several_at_a_time(tmp_path) -> None:

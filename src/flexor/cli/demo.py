@@ -22,12 +22,14 @@ from flexor.evaluate.play import play
 from flexor.evaluate.rollout import Actor, ExpertActor, PolicyActor, Summary, summarize
 from flexor.plan.preflight import Preflight
 from flexor.policies.pretrained import Pretrained, load_pretrained
+from flexor.rl.run import train_online
 from flexor.train.build import build_policy
 from flexor.train.checkpoint.run_folder import open_run
 from flexor.train.engine.base import Engine
 from flexor.train.loop import train
 
 SUMMARY = "summary.json"
+DEMOS = ("demo", "sac_place")  # names of runs that a demo may replace
 
 
 def run(arguments: list[str]) -> int:
@@ -43,25 +45,35 @@ def run(arguments: list[str]) -> int:
         default=Path("runs/demo"),
         help="folder for the run (default: runs/demo)",
     )
+    parser.add_argument(
+        "--rl",
+        action="store_true",
+        help="learn from a sparse reward instead, with 20 demonstrations and a scripted helper (settings: sac_place)",
+    )
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     parsed, settings = parser.parse_known_args(arguments)
-    summary, text = run_demo(parsed.output_dir, settings)
+    summary, text = run_demo(parsed.output_dir, settings, "sac_place" if parsed.rl else "demo")
     print_result(summary, parsed.json, text)
     return 0
 
 
-def run_demo(folder: Path, settings: Sequence[str] = ()) -> tuple[dict[str, Any], str]:
-    """Record, train, and compare the policy with the expert and an untrained policy. Writes a video and a summary."""
+def run_demo(
+    folder: Path, settings: Sequence[str] = (), packaged: str = "demo"
+) -> tuple[dict[str, Any], str]:
+    """Record, train, and compare the policy with the expert and an untrained policy. Writes a video and a summary.
+
+    `packaged`: the settings that come with Flexor.
+    """
     started = time.perf_counter()
     flags = {**parse_flags(settings), "output_dir": str(folder)}
-    config = build_config(flatten(read_file("demo")), flags)
+    config = build_config(flatten(read_file(packaged)), flags)
     if not config.save_checkpoint:
         raise ConfigError(
             "save_checkpoint=false: the demo evaluates the policy that it saved. Leave out this setting."
         )
     check_output_folder(folder, "--output-dir")
     _clear(folder)
-    result = train(config, preflight=Preflight())
+    result = train_online(config) if config.policy.learns_online else train(config, preflight=Preflight())
 
     device = str(find_device(config.policy.device))
     trained = load_pretrained(str(result.checkpoint), device)
@@ -92,7 +104,7 @@ def _clear(folder: Path) -> None:
     if not folder.exists():
         return
     is_run = (folder / RUN_CONFIG).is_file()
-    if (is_run and read_run(folder).get("job_name") != "demo") or (not is_run and any(folder.iterdir())):
+    if (is_run and read_run(folder).get("job_name") not in DEMOS) or (not is_run and any(folder.iterdir())):
         raise ConfigError(f"{folder} contains files that are not a demo. Choose another --output-dir.")
     if is_run:
         with open_run(folder, resume=True):

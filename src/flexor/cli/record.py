@@ -70,6 +70,10 @@ def parser() -> OptionParser:
     add("--codec", choices=("h264", "av1"), default="h264", help="video codec (default: h264)")
     noise = "strength of the disturbances from which the expert recovers: 0 (none) to 1.5 (default: 1)"
     add("--noise", type=float, default=1.0, help=noise)
+    actions = (
+        "record the expert's action, to imitate, or the executed one, to learn from rewards (default: expert)"
+    )
+    add("--actions", choices=("expert", "executed"), default="expert", help=actions)
     targets = "discs on the table, 1 or 2; with 2, the task description says which one is meant (default: 1)"
     add("--targets", type=int, default=1, metavar="N", help=targets)
     server_flags(flags)

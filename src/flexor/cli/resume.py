@@ -47,7 +47,12 @@ def resume_run(folder: Path, flags: Mapping[str, Any], as_json: bool) -> int:
     from flexor.train.checkpoint.resume import resumed_config
     from flexor.train.loop import train as run_training
 
-    return report_run(run_training(resumed_config(folder, flags), "yes", Preflight()), as_json)
+    config = resumed_config(folder, flags)
+    if config.policy.learns_online:
+        from flexor.rl.run import train_online
+
+        return report_run(train_online(config, "yes"), as_json)
+    return report_run(run_training(config, "yes", Preflight()), as_json)
 
 
 def _download(address: str, flags: dict[str, Any]) -> Path:

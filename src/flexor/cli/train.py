@@ -32,6 +32,10 @@ def run(arguments: list[str]) -> int:
     if mode == "true":
         return resume.resume_run(_pop_run(flags), flags, as_json)
     config = config_from_flags(flags)
+    if config.policy.learns_online:
+        from flexor.rl.run import train_online
+
+        return resume.report_run(train_online(config, "auto" if mode == "auto" else "no"), as_json)
     return resume.report_run(run_training(config, "auto" if mode == "auto" else "no", Preflight()), as_json)
 
 

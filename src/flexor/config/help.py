@@ -9,7 +9,7 @@ from typing import Any
 
 from flexor.config.schema import GROUPS, TrainConfig, group_type
 from flexor.core.typed import field_types, help_texts, to_plain, type_name
-from flexor.policies import POLICIES, policy_class
+from flexor.policies import BUILT_IN, policy_class
 from flexor.policies.external import installed
 
 WIDTH = 100
@@ -44,7 +44,7 @@ def train_help(policy: str = "act") -> str:
 
 
 def _types() -> str:
-    return f"{', '.join([*POLICIES, *installed()])} or path/to/file.py:CLASS"
+    return f"{', '.join([*BUILT_IN, *installed()])} or path/to/file.py:CLASS"
 
 
 def _section(cls: type, prefix: str, skip: Any = ()) -> list[str]:

@@ -28,7 +28,7 @@ from flexor.core.typed import (
     parse_yaml,
 )
 from flexor.data.format.episode_list import episode_setting
-from flexor.policies import PolicyConfig, policy_class
+from flexor.policies import LEROBOT_TYPES, ONLINE_POLICIES, PolicyConfig, policy_class
 from flexor.policies.external import is_code, short_name
 from flexor.policies.lerobot_settings import without_lerobot_settings
 from flexor.policies.rename import split_renames
@@ -135,7 +135,7 @@ def config_from_flags(flags: Mapping[str, Any]) -> TrainConfig:
     if {"steps", "epochs"} <= flags.keys():
         raise ConfigError(f"steps={flags['steps']} and epochs={flags['epochs']}: give only one of them.")
     file = flags.get("config")
-    if file is None and not DATASETS & flags.keys():
+    if file is None and not DATASETS & flags.keys() and not _learns_online(flags):
         file = "demo"
     layers = [flatten(read_file(file))] if file is not None else []
     layers.append({key: value for key, value in flags.items() if key != "config"})
@@ -143,6 +143,15 @@ def config_from_flags(flags: Mapping[str, Any]) -> TrainConfig:
     trust(code_in(flags))
     require_trust(code_in(merged), file)
     return build_config(*layers, accelerate_settings(merged))
+
+
+def _learns_online(flags: Mapping[str, Any]) -> bool:
+    """Whether the policy needs no dataset: it learns while it acts."""
+    if flags.get("policy_path") is not None:
+        from flexor.policies.pretrained import read_config
+
+        return read_config(str(flags["policy_path"])).learns_online
+    return str(flags.get("policy.type")) in (*ONLINE_POLICIES, *LEROBOT_TYPES)
 
 
 def code_in(flat: Mapping[str, Any]) -> list[str]:

@@ -10,6 +10,7 @@ from collections import Counter
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from flexor.config.rl import RLConfig
 from flexor.core.errors import ConfigError
 from flexor.core.model_files import is_repo_id
 from flexor.core.secrets import redacted_values
@@ -38,6 +39,7 @@ GROUPS = (
     "eval",
     "wandb",
     "trackio",
+    "rl",
 )
 
 
@@ -287,6 +289,7 @@ class TrainConfig:
     eval: EvalConfig = setting(EvalConfig, may_change=True)
     wandb: WandBConfig = setting(WandBConfig, may_change=True)
     trackio: TrackioConfig = setting(TrackioConfig, may_change=True)
+    rl: RLConfig = field(default_factory=RLConfig)
     policy_path: str | None = None
     """Checkpoint folder or Hub repository the policy starts from (as a flag: --policy.path)."""
 
@@ -312,7 +315,9 @@ def group_type(group: str) -> type:
 def validate(config: TrainConfig) -> None:
     """Raise an error for combinations that can't work, before the run starts."""
     dataset = config.dataset
-    if dataset.repo_id is None and dataset.root is None and dataset.mix is None:
+    if config.policy.learns_online:
+        _validate_online(config)
+    elif dataset.repo_id is None and dataset.root is None and dataset.mix is None:
         raise ConfigError(
             "No dataset: give --dataset.repo_id=USER/NAME, --dataset.root=FOLDER or --config=demo."
         )
@@ -333,6 +338,32 @@ def validate(config: TrainConfig) -> None:
     _validate_episodes(dataset.episodes)
     check_values(config)
     check_entries(dataset)
+
+
+def _validate_online(config: TrainConfig) -> None:
+    config.rl.check_algorithm()
+    if config.env.type is None:
+        raise ConfigError(
+            f"policy.type={config.policy.type} learns while it acts: say where with --env.type=place, or any "
+            "gymnasium id. A dataset is optional: its episodes are demonstrations."
+        )
+    without_effect = {
+        "ema.enable": config.ema.enable,
+        "lora.r": config.lora.r,
+        "compile": config.compile,
+        "epochs": config.epochs,
+        "gradient_accumulation_steps": config.gradient_accumulation_steps,
+        "weights_dtype": config.weights_dtype != "float32" and config.weights_dtype,
+        "precision": config.precision in ("bf16", "fp16") and config.precision,
+        "dataset.eval_split": config.dataset.eval_split,
+    }
+    for name, value in without_effect.items():
+        if value:
+            raise ConfigError(
+                f"{name}={value} has no effect on a policy that learns while it acts: leave it out."
+            )
+    if config.rl.online_ratio > 1:
+        raise ConfigError(f"rl.online_ratio={config.rl.online_ratio} is a share of a batch: use 0 to 1.")
 
 
 def _validate_profile(config: TrainConfig) -> None:

@@ -28,14 +28,20 @@ POLICIES = {
     "wall_x": "flexor.policies.wall_x.policy:WallX",
 }
 
+ONLINE_POLICIES = {"sac": "flexor.policies.sac.policy:SAC"}
+"""Those that learn from rewards while they act: see `flexor.rl`."""
+
+LEROBOT_TYPES = {"gaussian_actor": "sac"}
+"""LeRobot's types whose policies have other names here."""
+
+BUILT_IN = {**POLICIES, **ONLINE_POLICIES}
+
 ONLY_IN_LEROBOT = (
     *(
         "evo1",
         "fastwam",
-        "gaussian_actor",
         "lingbot_va",
         "molmoact2",
-        "sac",
         "vla_jepa",
     ),
     "reward_classifier",
@@ -45,7 +51,8 @@ ONLY_IN_LEROBOT = (
 
 def policy_class(kind: str) -> type[Policy]:
     """The policy of a type: a built-in one, one from an installed package, or code that the user names."""
-    if kind in POLICIES:
+    kind = LEROBOT_TYPES.get(kind, kind)
+    if kind in BUILT_IN:
         return _built_in(kind)
     if is_code(kind):
         return load_external(kind)
@@ -53,11 +60,11 @@ def policy_class(kind: str) -> type[Policy]:
     if kind not in registered and kind in ONLY_IN_LEROBOT:
         raise ConfigError(
             f"policy.type={kind} is a policy of LeRobot's that Flexor does not have: neither its training settings nor "
-            f"its checkpoints can be used here. Train it with lerobot-train. Flexor has {', '.join(POLICIES)}."
+            f"its checkpoints can be used here. Train it with lerobot-train. Flexor has {', '.join(BUILT_IN)}."
         )
     if kind not in registered:
         raise ConfigError(
-            f"policy.type={kind!r} is not known. {closest(kind, [*POLICIES, *registered])} "
+            f"policy.type={kind!r} is not known. {closest(kind, [*BUILT_IN, *registered])} "
             "For your own policy, use --policy.type=path/to/file.py:CLASS."
         )
     return load_external(kind, registered[kind])
@@ -66,12 +73,12 @@ def policy_class(kind: str) -> type[Policy]:
 def make_policy(config: PolicyConfig) -> Policy:
     """A policy with these settings. What can't be built is an error that says so."""
     cls = policy_class(config.type)
-    with building(config.type) if config.type in POLICIES else nullcontext():
+    with building(config.type) if config.type in BUILT_IN else nullcontext():
         return cls(config)
 
 
 def _built_in(kind: str) -> type[Policy]:
-    module, _, name = POLICIES[kind].partition(":")
+    module, _, name = BUILT_IN[kind].partition(":")
     try:
         cls: type[Policy] = getattr(importlib.import_module(module), name)
     except ModuleNotFoundError as error:
@@ -81,4 +88,4 @@ def _built_in(kind: str) -> type[Policy]:
     return cls
 
 
-__all__ = ["POLICIES", "Policy", "PolicyConfig", "make_policy", "policy_class"]
+__all__ = ["BUILT_IN", "POLICIES", "Policy", "PolicyConfig", "make_policy", "policy_class"]

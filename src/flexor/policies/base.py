@@ -46,6 +46,10 @@ class PolicyConfig:
     """Settings every policy has, under LeRobot's names."""
 
     type: ClassVar[str]
+    lerobot_type: ClassVar[str] = ""
+    """What LeRobot calls the type, if that is another name."""
+    learns_online: ClassVar[bool] = False
+    """Whether the policy learns from rewards while it acts (`flexor.rl`), not from a dataset alone."""
     calibration: ClassVar[Calibration | None] = None
     """None: calibration skips the policy."""
     trains_in_bf16: ClassVar[bool] = False

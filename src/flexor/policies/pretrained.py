@@ -37,7 +37,7 @@ from flexor.core.tensors import copy_part
 from flexor.core.trust import is_trusted, settled
 from flexor.core.typed import Partial, from_plain, to_plain
 from flexor.core.weight_files import WeightFiles
-from flexor.policies import POLICIES, make_policy, policy_class
+from flexor.policies import BUILT_IN, LEROBOT_TYPES, make_policy, policy_class
 from flexor.policies.adapter_files import base_of, merge_adapter
 from flexor.policies.adapters import init_adapters, is_adapter
 from flexor.policies.base import Policy, PolicyConfig
@@ -242,6 +242,7 @@ def _without_unknown_settings(
 
 def _policy_type(folder: Path, saved: str, requested: str | None) -> str:
     """The policy type in a checkpoint. Refuses a type that would run code the user did not name."""
+    saved = LEROBOT_TYPES.get(saved, saved)
     if requested is not None:
         moved = is_code(saved) and is_code(requested) and short_name(saved) == short_name(requested)
         if settled(requested) != saved and not moved:
@@ -279,7 +280,7 @@ def as_lerobot(config: PolicyConfig) -> dict[str, Any]:
     """The policy's settings as LeRobot writes them."""
     plain = to_plain(config.for_lerobot())
     ours = {name: value for name, value in plain.items() if name not in config.unknown_to_lerobot}
-    return {"type": config.type, **ours, **LEROBOT_ONLY}
+    return {"type": config.lerobot_type or config.type, **ours, **LEROBOT_ONLY}
 
 
 def save_weights(kind: str, weights: Mapping[str, Tensor], file: Path) -> None:
@@ -333,7 +334,7 @@ def without_initial_weights(config: PolicyConfig) -> AbstractContextManager[None
 
     Billions of random numbers would take minutes. A user's own policy gets them: its constructor may need the values.
     """
-    return parameters_without_memory() if config.type in POLICIES else nullcontext()
+    return parameters_without_memory() if config.type in BUILT_IN else nullcontext()
 
 
 def check_weights(policy: Policy, folder: Path) -> dict[str, str]:

@@ -25,6 +25,8 @@ BUILTIN: dict[str, dict[str, Any]] = {
     "builtin/place": {},
     # with 300 episodes, words are learned, but not all places
     "builtin/place_words": {"targets": 2, "episodes": 1000},
+    # for learning from rewards
+    "builtin/place_rl": {"obs_type": "environment_state_agent_pos", "episodes": 20, "actions": "executed"},
 }
 TRAIN_SEED_START = 0
 EVAL_SEED_START = 1_000_000  # evaluation never uses the start state of a demonstration
@@ -66,6 +68,9 @@ class RecordSettings:
     noise: float = 1.0
     # Discs on the table: with 2, the task description says which one is meant.
     targets: int = 1
+    # Which action is recorded where it is disturbed: the expert's, to imitate, or the one that was executed, whose
+    # outcome is recorded: to learn from rewards.
+    actions: str = "expert"
 
     def check(self) -> None:
         if self.episodes < 1:
@@ -78,6 +83,8 @@ class RecordSettings:
             raise ConfigError(f"noise={self.noise}: use 0 (none) to 1.5; with more, the expert often fails")
         if self.targets not in (1, 2):
             raise ConfigError(f"targets={self.targets}: use 1 or 2")
+        if self.actions not in ("expert", "executed"):
+            raise ConfigError(f"actions={self.actions!r}: use 'expert' or 'executed'")
         if self.seed < 0 or self.seed + 2 * self.episodes > EVAL_SEED_START:
             raise ConfigError(
                 f"seed={self.seed}: use 0 to {EVAL_SEED_START - 2 * self.episodes}, so that training does not use "
@@ -101,7 +108,9 @@ def features(image_size: int, obs_type: str = PIXELS, targets: int = 1) -> dict[
     }
 
 
-def demonstrate(env: PlaceEnv, seed: int, noise: float) -> list[dict[str, np.ndarray]] | None:
+def demonstrate(
+    env: PlaceEnv, seed: int, noise: float, actions: str = "expert"
+) -> list[dict[str, np.ndarray]] | None:
     """One demonstration as a list of frames; None if it did not succeed in time.
 
     Recording continues for a moment after the success. Opening the gripper is the shortest part of the task;
@@ -114,14 +123,14 @@ def demonstrate(env: PlaceEnv, seed: int, noise: float) -> list[dict[str, np.nda
     rest = REST
     for _ in range(TIME_LIMIT + REST):
         action = expert_action(env.state)
-        previous = observation
-        observation, reward, success, _, _ = env.step(disturbance.apply(action))
+        previous, executed = observation, disturbance.apply(action)
+        observation, reward, success, _, _ = env.step(executed)
         rest = rest - 1 if success else REST
         frames.append(
             {
                 name: previous[key],
                 "observation.state": previous["agent_pos"],
-                "action": action,
+                "action": action if actions == "expert" else executed,
                 "next.reward": np.array([reward], np.float32),
                 "next.done": np.array([rest == 0]),
                 "next.success": np.array([success]),
@@ -151,7 +160,7 @@ def record_dataset(root: str | Path, *, progress: Progress | None = None, **sett
         pix_fmt="yuv444p" if config.codec == "h264" else "yuv420p",
     ) as writer:
         while recorded < config.episodes:
-            frames = demonstrate(env, seed, config.noise)
+            frames = demonstrate(env, seed, config.noise, config.actions)
             seed += 1
             if frames is None:
                 continue
@@ -217,9 +226,12 @@ def _key(config: RecordSettings) -> str:
 
     So a change in the physics, the drawing or the expert gives a new dataset, never an outdated one.
     """
-    digest = hashlib.sha256(json.dumps([FORMAT_VERSION, asdict(config)], sort_keys=True).encode())
+    settings = asdict(config)
+    if config.actions == "expert":
+        del settings["actions"]  # datasets from before there was a choice keep their names
+    digest = hashlib.sha256(json.dumps([FORMAT_VERSION, settings], sort_keys=True).encode())
     env = PlaceEnv(config.image_size, config.obs_type, targets=config.targets)
-    for frame in demonstrate(env, config.seed, config.noise) or []:
+    for frame in demonstrate(env, config.seed, config.noise, config.actions) or []:
         for name in sorted(frame):
             digest.update(frame[name].tobytes())
     return digest.hexdigest()[:12]

@@ -170,9 +170,10 @@ class PlaceEnv(gymnasium.Env[Any, np.ndarray]):
         render_mode: str | None = None,
         targets: int = 1,
         wrong_words: bool = False,
+        reward: str = "progress",
     ):
         """`targets`: discs on the table, 1 or 2. `wrong_words`: the description names the other disc, which shows
-        whether a policy listens."""
+        whether a policy listens. `reward`: progress, or 1 at success and 0 before (sparse)."""
         if obs_type not in ("pixels_agent_pos", "environment_state_agent_pos"):
             raise ConfigError(
                 f"{ENV_ID}: obs_type={obs_type!r} is unknown; use 'pixels_agent_pos' or 'environment_state_agent_pos'"
@@ -183,6 +184,9 @@ class PlaceEnv(gymnasium.Env[Any, np.ndarray]):
             raise ConfigError(
                 f"{ENV_ID}: targets={targets}, wrong_words={wrong_words}: use 1 or 2 targets; wrong words need 2"
             )
+        if reward not in ("progress", "sparse"):
+            raise ConfigError(f"{ENV_ID}: reward={reward!r} is unknown; use 'progress' or 'sparse'")
+        self.sparse = reward == "sparse"
         self.image_size = image_size
         self.obs_type = obs_type
         self.targets = targets
@@ -223,7 +227,8 @@ class PlaceEnv(gymnasium.Env[Any, np.ndarray]):
             )
         self.state = advance(self.state, action)
         success = self.state.success
-        return self._observe(), self.state.reward, success, False, {"is_success": success}
+        reward = float(success) if self.sparse else self.state.reward
+        return self._observe(), reward, success, False, {"is_success": success}
 
     def _observe(self) -> dict[str, np.ndarray]:
         state = self.state

@@ -248,6 +248,13 @@ class NormalizeByDataset(Normalize):
 class Unnormalize(NormalizationStep):
     inverse = True
 
+    def _apply(self, x: Tensor, key: str, feature: PolicyFeature) -> Tensor:
+        """Numbers of an action beyond those of the feature are no quantities, but choices: they stay as they are."""
+        continuous = feature.shape[-1]
+        if feature.type is not Kind.ACTION or x.shape[-1] <= continuous:
+            return super()._apply(x, key, feature)
+        return torch.cat([super()._apply(x[..., :continuous], key, feature), x[..., continuous:]], -1)
+
 
 def _as_tensor(value: Any) -> Tensor:
     return torch.as_tensor(np.asarray(value), dtype=torch.float32)

@@ -1,0 +1,1 @@
+"""Learning while acting: an actor collects transitions, a buffer keeps them, a learner updates the policy."""

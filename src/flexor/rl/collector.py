@@ -1,0 +1,115 @@
+"""Collects transitions: the policy acts in the environment, and someone may take over."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from flexor.core.batch import ACTION
+from flexor.core.rng import Noise, key_of
+from flexor.evaluate.envs import observation_to_batch
+from flexor.evaluate.rollout import succeeded
+from flexor.policies.pretrained import Pretrained
+from flexor.policies.processing.pipeline import ACTING
+from flexor.policies.sac.policy import SAC
+from flexor.rl.environment import Env, action_limits
+from flexor.rl.intervention import Intervener
+from flexor.rl.records import first_record, step_record
+
+
+@dataclass
+class EpisodeSummary:
+    """What happened in an episode so far."""
+
+    number: int
+    steps: int = 0
+    return_: float = 0.0
+    interventions: int = 0
+    success: bool = False
+    ended: bool = False
+
+    def add(self, record: np.ndarray) -> None:
+        row = record[0]
+        self.steps += 1
+        self.return_ += float(row["reward"])
+        self.interventions += int(row["intervention"])
+        self.success |= bool(row["success"])
+        self.ended = bool(row["terminated"] or row["truncated"])
+
+
+class Collector:
+    """One environment. What it collects is a function of the seed, the weights, and what the environment does."""
+
+    def __init__(
+        self, env: Env, pretrained: Pretrained, intervener: Intervener, layout: np.dtype[Any], seed: int
+    ):
+        assert isinstance(pretrained.policy, SAC)
+        self.env, self.pretrained, self.intervener, self.layout, self.seed = (
+            *(env, pretrained, intervener, layout),
+            seed,
+        )
+        self.policy = pretrained.policy
+        self.low, self.high = action_limits(env)
+        self.episode = EpisodeSummary(-1, ended=True)
+        self.observation: dict[str, np.ndarray] = {}
+
+    def begin(self, number: int) -> np.ndarray:
+        """Start episode `number`; its first record."""
+        seed = key_of(self.seed, "episode", number) % (1 << 31)
+        observation, _ = self.env.reset(seed=seed)
+        self.episode = EpisodeSummary(number)
+        self.observation = observation_to_batch(observation)
+        return first_record(self.layout, self.observation)
+
+    def step(self, transition: int, update: int) -> np.ndarray:
+        """One step, which will be transition number `transition`, with the weights after `update` updates."""
+        takeover = self.intervener.action(self.env, self.episode.steps)
+        action = self._explore(transition) if takeover is None else np.asarray(takeover, np.float32)
+        return self._execute(np.clip(action, self.low, self.high), takeover is not None, update)
+
+    def _execute(self, action: np.ndarray, intervention: bool, update: int) -> np.ndarray:
+        observation, reward, terminated, truncated, info = self.env.step(action)
+        self.observation = observation_to_batch(observation)
+        outcome = {
+            "reward": float(reward),
+            "terminated": float(bool(terminated)),
+            "truncated": float(bool(truncated)),
+            "success": float(succeeded(info, float(reward), terminated)),
+            "penalty": float(info.get("discrete_penalty", 0.0)),
+        }
+        record = step_record(
+            self.layout, self.observation, action, intervention=intervention, update=update, **outcome
+        )
+        self.episode.add(record)
+        return record
+
+    @torch.no_grad()
+    def _explore(self, transition: int) -> np.ndarray:
+        observation = {name: torch.from_numpy(value)[None] for name, value in self.observation.items()}
+        noise = Noise(self.seed, transition, torch.zeros(1))
+        batch = self.pretrained.preprocessor(observation, ACTING)
+        action = self.policy.explore(batch, noise)
+        out: np.ndarray = self.pretrained.postprocessor({ACTION: action}, ACTING)[ACTION].float().numpy()[0]
+        return out
+
+    def repeat(self, records: np.ndarray, number: int) -> bool:
+        """Bring the environment to where an episode was left, if it does again what it did in these records."""
+        first = self.begin(number)
+        if not _same(first, records[:1]):
+            return False
+        for place in range(1, len(records)):
+            before = records[place : place + 1]
+            again = self._execute(
+                before["action"][0], bool(before["intervention"][0]), int(before["update"][0])
+            )
+            if not _same(again, before):
+                return False
+        return True
+
+
+def _same(first: np.ndarray, second: np.ndarray) -> bool:
+    names = [name for name in first.dtype.names or () if name != "checksum"]
+    return all(np.array_equal(first[name], second[name]) for name in names)

@@ -1,0 +1,126 @@
+"""The environment that a policy learns in: what it gives and takes, as features and limits of a policy."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import gymnasium
+import numpy as np
+
+from flexor.config.schema import EnvConfig
+from flexor.core.batch import ACTION, ENV_STATE, STATE
+from flexor.core.errors import ConfigError
+from flexor.data.dataset import Dataset
+from flexor.evaluate.envs import make_env, observation_to_batch
+from flexor.policies.features import Kind, PolicyFeature
+from flexor.policies.fit import IMAGENET
+from flexor.policies.processing.normalize import required_statistics
+from flexor.policies.sac.config import SACConfig
+
+Env = gymnasium.Env[Any, Any]
+Stats = dict[str, dict[str, Any]]
+LIMITS = {"min", "max"}
+
+
+def open_env(settings: EnvConfig) -> Env:
+    """The environment, with a limit of its steps."""
+    assert settings.type is not None
+    env: Env = make_env(settings.type, task=settings.task, package=settings.package, **settings.kwargs)
+    if settings.max_steps is not None:
+        return gymnasium.wrappers.TimeLimit(env, settings.max_steps)
+    if env.spec is None or env.spec.max_episode_steps is None:
+        raise ConfigError(
+            f"{env} has no time limit of its own, so an episode might never end: set --env.max_steps."
+        )
+    return env
+
+
+def action_limits(env: Env) -> tuple[np.ndarray, np.ndarray]:
+    """The lowest and highest action."""
+    space = env.action_space
+    if not isinstance(space, gymnasium.spaces.Box) or len(space.shape) != 1:
+        raise ConfigError(f"{env} takes actions of {space}, but SAC acts with a vector of numbers (a Box).")
+    low, high = space.low.astype(np.float32), space.high.astype(np.float32)
+    if not (np.isfinite(low).all() and np.isfinite(high).all()):
+        raise ConfigError(
+            f"{env} has no limits of its actions ({space}), and a policy that explores needs them: wrap it in "
+            "gymnasium.wrappers.RescaleAction or ClipAction with a finite Box."
+        )
+    return low, high
+
+
+def fitted(policy: SACConfig, env: Env) -> SACConfig:
+    """The policy's settings with the features of the environment, unless it has features already."""
+    observation, _ = env.reset(seed=0)
+    inputs = {}
+    available = observation_to_batch(observation)
+    for name, value in available.items():
+        kind = Kind.VISUAL if value.ndim == 3 else {STATE: Kind.STATE, ENV_STATE: Kind.ENV}.get(name)
+        if kind is not None:
+            inputs[name] = PolicyFeature(kind, value.shape)
+    inputs = policy.input_features or inputs
+    for name, feature in inputs.items():
+        if name not in available or available[name].shape != feature.shape:
+            described = ", ".join(f"{n} {list(v.shape)}" for n, v in available.items())
+            raise ConfigError(
+                f"The policy observes {name} {list(feature.shape)}, but {env} gives {described}."
+            )
+    actions = len(action_limits(env)[0]) - (policy.num_discrete_actions is not None)
+    outputs = {ACTION: PolicyFeature(Kind.ACTION, (actions,))}
+    fitting = replace(policy, input_features=inputs, output_features=outputs)
+    fitting.validate()
+    return fitting
+
+
+def statistics(policy: SACConfig, env: Env, demonstrations: Dataset | None) -> Stats:
+    """What observations and actions are normalised by: what was given, the environment's limits, or the data's."""
+    low, high = action_limits(env)
+    actions = policy.action.shape[0]
+    stats: Stats = {ACTION: {"min": low[:actions].tolist(), "max": high[:actions].tolist()}}
+    from_user = policy.dataset_stats or {}
+    for name, feature in policy.observed.items():
+        names = required_statistics(policy.normalization_mapping.get(feature.type, "IDENTITY"))
+        stats[name] = from_user.get(name) or _of_feature(name, feature, names, env, demonstrations)
+    return stats
+
+
+def _of_feature(
+    name: str, feature: PolicyFeature, names: tuple[str, ...], env: Env, data: Dataset | None
+) -> dict[str, Any]:
+    if feature.type is Kind.VISUAL:
+        return dict(IMAGENET)
+    low, high = _observation_limits(name, env)
+    if {*names} <= LIMITS and low is not None and np.isfinite(low).all() and np.isfinite(high).all():
+        return {"min": low.tolist(), "max": high.tolist()}
+    if data is not None and name in data.stats:
+        recorded = {key: np.asarray(data.stats[name][key], np.float32) for key in names}
+        return {key: value.tolist() for key, value in _with_spread(recorded).items()}
+    if not names:
+        return {}
+    raise ConfigError(
+        f"{env} does not say in which range {name} is, and there are no demonstrations: give --policy.dataset_stats="
+        f"'{{{name}: {{min: [...], max: [...]}}, ...}}', or a dataset with --dataset.repo_id or --dataset.root."
+    )
+
+
+def _with_spread(stats: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """A value that never changed in the demonstrations may change later: it is not divided by nothing."""
+    if {*stats} == LIMITS:
+        same = stats["min"] == stats["max"]
+        return {"min": stats["min"] - same, "max": stats["max"] + same}
+    if "std" in stats:
+        return {**stats, "std": np.where(stats["std"] == 0, 1, stats["std"])}
+    return stats
+
+
+def _observation_limits(name: str, env: Env) -> tuple[np.ndarray | None, np.ndarray]:
+    """The limits that the environment declares for an observation."""
+    space, key = env.observation_space, name.removeprefix("observation.")
+    if isinstance(space, gymnasium.spaces.Dict):
+        inner = space.spaces.get("agent_pos" if key == "state" and "agent_pos" in space.spaces else key)
+    else:
+        inner = space if name == STATE else None
+    if not isinstance(inner, gymnasium.spaces.Box):
+        return None, np.zeros(0)
+    return inner.low.astype(np.float32).reshape(-1), inner.high.astype(np.float32).reshape(-1)
