@@ -44,12 +44,6 @@ ROWS = [
         ["--policy.train_expert_only=false", "--policy.freeze_vision_encoder=false"],
     ),
     Row("pi0", "adapters", "`--lora.r=16`", ["--lora.r=16"]),
-    Row(
-        "pi0",
-        "adapters, 4-bit base",
-        "`--lora.r=16 --lora.base=4bit`",
-        ["--lora.r=16", "--lora.base=4bit"],
-    ),
     Row("pi05", "adapters", "`--lora.r=16`", ["--lora.r=16"]),
     Row("pi0", "the action expert", "`--policy.train_expert_only=true`", ["--policy.train_expert_only=true"]),
     Row(

@@ -35,7 +35,7 @@ from flexor.policies.meta_init import parameters_without_memory, with_memory
 from flexor.policies.pretrained import base_policy
 from flexor.policies.processing.host_steps import split_processing
 from flexor.policies.processing.pipeline import Pipeline
-from flexor.policies.quantized import quantize_base
+from flexor.policies.quantized import QuantizedLinear, quantize_base
 from flexor.train.build import (
     build_augmentation,
     captures_steps,
@@ -196,8 +196,7 @@ class Rehearsal:
         self.tracker.phase = "build"
         with_memory(policy, self.device)
         if self.device.type == "cuda":
-            for parameter in policy.parameters():
-                nn.init.normal_(parameter, std=0.02)
+            _fill(policy)
         return policy
 
     def steps_to_trace(self) -> list[int]:
@@ -261,6 +260,18 @@ class Rehearsal:
             groups = (parameters, [p for p in parameters if p.requires_grad])
             sizes.append(UnitSize(*(sum(p.numel() for p in group) for group in groups), *map(total, groups)))
         return sizes
+
+
+def _fill(policy: Policy) -> None:
+    """Random weights, also where they are quantized: computing with zeros or NaN takes another time."""
+    for parameter in policy.parameters():
+        if parameter.is_floating_point():
+            nn.init.normal_(parameter, std=0.02)
+        else:
+            parameter.random_(1, 100)
+    for layer in policy.modules():
+        if isinstance(layer, QuantizedLinear):
+            layer.weight_scales.fill_(0.02)
 
 
 def unit_parameters(policy: Policy) -> list[list[nn.Parameter]]:
