@@ -108,7 +108,7 @@ def test_units_say_where_their_samples_come(parts, batch):
                 assert (at.sample[0], at.unit[0], at.epoch[0]) == (sample, number, epoch)
 
 
-@given(sizes_and_counts, st.integers(1, 20), st.sampled_from(["streaming", "uniform"]))
+@given(sizes_and_counts, st.integers(1, 20), st.sampled_from(["streaming", "uniform", "cached"]))
 @settings(max_examples=20)
 def test_batches_together_are_the_batches_one_by_one(parts, batch, kind):
     sizes, counts = zip(*parts)

@@ -262,6 +262,12 @@ def test_streaming_once_then_uniform(units, batch, position):
         assert np.array_equal(picks.sample, uniform.samples(position, batch))
     if not late.any():
         assert np.array_equal(picks.sample, streaming.samples(position, batch))
+    together, alone = (
+        order.select(position, batch, 3),
+        [order.select(position + n * batch, batch) for n in range(3)],
+    )
+    for name in ("position", "sample", "epoch", "lane", "pool", "unit"):
+        assert np.array_equal(getattr(together, name), np.concatenate([getattr(one, name) for one in alone]))
     assert np.array_equal(np.sort(order.samples(0, units.size)), np.arange(units.size))
     assert np.array_equal(np.sort(order.samples(units.size, units.size)), np.arange(units.size))
 
