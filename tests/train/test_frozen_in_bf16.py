@@ -28,6 +28,8 @@ from support.small_policies import small_flags
 
 STEPS = 3
 LORA = ["--lora.r=2"]
+# the norm of all gradients is rounded otherwise if some are in bfloat16, which shows where they are limited by it
+UNLIMITED = ["--optimizer.grad_clip_norm=1000"]
 CASES = [
     ("pi0", LORA),
     ("pi0", ["--policy.train_expert_only=true"]),
@@ -37,9 +39,11 @@ CASES = [
     ("smolvla", LORA),
     ("xvla", ["--policy.freeze_vision_encoder=true", "--policy.freeze_language_encoder=true"]),
     ("xvla", LORA),
+    ("groot", UNLIMITED),
+    ("groot", [*LORA, *UNLIMITED]),
 ]
 IDS = ["pi0 adapters", "pi0 expert", "pi05 adapters", "pi0_fast adapters", "smolvla", "smolvla adapters"]
-IDS += ["xvla encoders", "xvla adapters"]
+IDS += ["xvla encoders", "xvla adapters", "groot", "groot adapters"]
 
 
 def store_on_cpu() -> None:

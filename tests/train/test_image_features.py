@@ -78,6 +78,14 @@ def test_xvla_with_a_frozen_encoder(dataset, xvla, tmp_path, log_lines):
     assert losses(encoded) == pytest.approx(losses(plain), rel=1e-4)
 
 
+def test_groot_by_default(dataset, tmp_path, log_lines):
+    flags = ["--policy.device=cpu", *small_flags("groot", tmp_path / "models")]
+    plain = train(dataset, tmp_path / "plain", flags, FEATURES_OFF)
+    encoded = train(dataset, tmp_path / "encoded", flags)
+    assert said(log_lines, ON)
+    assert losses(encoded) == pytest.approx(losses(plain), rel=1e-4)
+
+
 @pytest.mark.parametrize("mode", ["train_expert_only", "freeze_vision_encoder"])
 def test_pi0_with_a_frozen_encoder(mode, dataset, pi0, tmp_path, log_lines):
     flags = [*pi0, f"--policy.{mode}=true"]

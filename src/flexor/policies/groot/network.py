@@ -50,7 +50,8 @@ class ActionHead(nn.Module):
             self.vl_self_attention = SelfAttentionStack(size.vl)
         if size.positions is not None:
             self.position_embedding = nn.Embedding(size.positions, width)
-            nn.init.normal_(self.position_embedding.weight, std=0.02)
+            # without a base model: large enough to tell actions apart from the first step on
+            nn.init.normal_(self.position_embedding.weight, std=0.5)
 
     def projectors(self) -> list[nn.Module]:
         """What turns states and actions into tokens, and tokens into actions."""
