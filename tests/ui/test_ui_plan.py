@@ -117,9 +117,8 @@ def test_the_plan_answers_first_and_follows_changes(browser: Browser, tmp_path: 
         assert text_of(browser, ".verdict-line") == "act fits on RTX 4090"
         assert "--policy.dim_model=64" in text_of(browser, ".command code")
         assert text_of(browser, ".bar-of-parts").count("GB") > 3
-        browser.wait(
-            "document.querySelectorAll('.choices tbody tr').length > 3 && document.querySelector('.scatter')"
-        )
+        browser.wait("document.querySelectorAll('.choices tbody tr').length > 3")
+        browser.wait("document.querySelector('.scatter') !== null")
         browser.wait("document.querySelector('.results').dataset.done === 'true'")
         assert "cheapest" in text_of(browser, ".choices") and "cheapest" in browser.run(
             "document.querySelector('.scatter').textContent"

@@ -88,6 +88,6 @@ def _next_commands(run: Path) -> list[str]:
     return [
         "",
         f"  flexor ui {shlex.quote(str(run.parent))}    curves, videos, and other runs beside it",
-        f"  flexor eval {folder}    episodes with this policy",
+        f"  flexor eval {folder} --open_loop    its predictions beside recorded actions",
         f"  flexor serve {folder}    the policy for robots on the network",
     ]
