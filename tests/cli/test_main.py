@@ -96,7 +96,7 @@ def test_every_verb_has_help(verb, flag, capsys):
 
 def test_help_of_a_policy_that_is_not_there(capsys):
     assert call("train", "--policy.type=atc", "--help") == 2
-    assert "Did you mean act" in capsys.readouterr().err
+    assert "or act?" in capsys.readouterr().err
 
 
 def test_version(capsys):
