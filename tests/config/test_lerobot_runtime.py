@@ -144,7 +144,7 @@ def test_moving_averages(from_file):
         ("accelerator.activation_checkpointing.mode=some", "expected none or full"),
         ("accelerator.mixed_precision=fp8", "precision"),
         ("accelerator.other=1", "Unknown setting accelerator.other"),
-        ("policy.type=groot", "a policy of LeRobot's that Flexor does not have"),
+        ("policy.type=molmoact2", "a policy of LeRobot's that Flexor does not have"),
     ],
 )
 def test_what_is_not_supported_is_named(flag, message):

@@ -147,8 +147,8 @@ def test_a_pi05_with_settings_that_only_lerobot_has(tmp_path, log_lines):
             CheckpointError, match=f"config.json: {name}=True is not supported: pi05 has no memory"
         ):
             read_config(str(tmp_path))
-    file.write_text(json.dumps({"type": "groot", "recipe": {}}))
-    with pytest.raises(ConfigError, match=r"policy\.type=groot is a policy of LeRobot's"):
+    file.write_text(json.dumps({"type": "molmoact2", "recipe": {}}))
+    with pytest.raises(ConfigError, match=r"policy\.type=molmoact2 is a policy of LeRobot's"):
         read_config(str(tmp_path))
 
 
