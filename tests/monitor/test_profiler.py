@@ -10,7 +10,7 @@ from torch.autograd import DeviceType
 
 from flexor.cli.main import main
 from flexor.config.parse import load_config
-from flexor.config.schema import parse_profile
+from flexor.config.profile import parse_profile
 from flexor.core.errors import ConfigError
 from flexor.monitor.profiler import Profiling, costliest
 from support import runs

@@ -5,11 +5,11 @@ Names are those of `lerobot-train` where it has the same setting. `parse.py` rea
 
 from __future__ import annotations
 
-import re
 from collections import Counter
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from flexor.config.profile import parse_profile
 from flexor.config.rl import RLConfig
 from flexor.core.errors import ConfigError
 from flexor.core.model_files import is_repo_id
@@ -372,16 +372,6 @@ def _validate_profile(config: TrainConfig) -> None:
         raise ConfigError(
             f"profile={config.profile} begins after the last step: choose a step up to steps={config.steps}."
         )
-
-
-def parse_profile(text: str) -> tuple[int, int]:
-    """STEP:COUNT as the first and the last step to profile. Steps count as in the log: the first one is 1."""
-    match = re.fullmatch(r"(\d+):(\d+)", text.strip())
-    if match is None or min(map(int, match.groups())) < 1:
-        raise ConfigError(
-            f"profile={text} is not valid: expected STEP:COUNT, both at least 1. 100:5 profiles the steps 100 to 104."
-        )
-    return int(match[1]), int(match[1]) + int(match[2]) - 1
 
 
 def validate_weights(config: TrainConfig) -> None:

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch.autograd import DeviceType
 
-from flexor.config.schema import parse_profile
+from flexor.config.profile import parse_profile
 from flexor.core.console import table
 from flexor.core.log import log
 from flexor.core.run_files import PROFILE

@@ -201,8 +201,7 @@ class PolicyConfig:
 
     @property
     def uses_all_parameters(self) -> bool:
-        """Whether the loss of each step uses every parameter. If not, and if `graph_key()` is None too, ranks agree in
-        each step on which ones it uses."""
+        """Whether each step uses every parameter. If not, and without a `graph_key()`, ranks agree on which it uses."""
         return True
 
     @property
@@ -264,8 +263,7 @@ class PolicyConfig:
         """Write what a checkpoint needs besides its settings, processing and weights."""
 
     def completed(self, steps: Sequence[ProcessingStep]) -> list[ProcessingStep]:
-        """A checkpoint's steps before the policy, with those that it does not name, and with what these settings say
-        otherwise."""
+        """A checkpoint's steps before the policy, with those that it lacks, and with what these settings change."""
         return list(steps)
 
     def can_act_without(self, names: Collection[str]) -> bool:
@@ -282,9 +280,9 @@ class PolicyConfig:
         for name, size in sizes.items():
             feature = features.get(name)
             if feature is not None and feature.shape != (size,):
+                shape = list(feature.shape)
                 raise ConfigError(
-                    f"The statistics of {name} have {size} values, but the policy was trained on "
-                    f"{list(feature.shape)}."
+                    f"The statistics of {name} have {size} values, but it was trained on {shape}."
                 )
 
     @property
