@@ -400,9 +400,7 @@ def _validate_quantized(config: TrainConfig) -> None:
     }
     for other, is_set in unsupported.items():
         if is_set:
-            raise ConfigError(
-                f"lora.base={config.lora.base} does not work with {other}: leave out one of them."
-            )
+            raise ConfigError(f"lora.base={config.lora.base} does not work with {other}: leave out one.")
 
 
 def _validate_hub(config: TrainConfig) -> None:

@@ -211,14 +211,12 @@ class PolicyConfig:
 
     @property
     def computes_with_bf16_copies(self) -> bool:
-        """Whether all trained weights of linear layers, convolutions and attention are used under autocast, which casts
-        them, and nowhere else. Then a run in bf16 keeps copies of them (`train/optim/bf16_copies.py`)."""
+        """Whether autocast casts all trained matrices, at every use: see `train/optim/bf16_copies.py`."""
         return False
 
     @property
     def stores_frozen_in_bf16(self) -> bool:
-        """Whether all frozen weights of linear layers, convolutions and attention are used under autocast, and nowhere
-        else. Then a run in bf16 stores them in bfloat16 (`policies/frozen_in_bf16.py`)."""
+        """Whether autocast casts all frozen matrices, at every use: see `policies/frozen_in_bf16.py`."""
         return False
 
     @property
