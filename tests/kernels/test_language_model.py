@@ -3,6 +3,7 @@
 import pytest
 import torch
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
 from flexor.kernels import language_model as module
 from flexor.kernels.language_model import attend_few, can_attend_few, gated, rms_norm, rotate
@@ -135,3 +136,20 @@ def test_only_where_no_gradient_is_wanted():
         with torch.inference_mode():
             assert can_attend_few(q, q) and not can_attend_few(q.float(), q.float())
             assert not can_attend_few(q[..., :48].contiguous(), q[..., :48].contiguous())
+
+
+@pytest.mark.parametrize("recomputed", [False, True])
+def test_a_plan_of_all_of_them(recomputed: bool) -> None:
+    """On the meta device, as a plan runs them, also with activations that are recomputed."""
+
+    def layer(x: Tensor, weight: Tensor) -> Tensor:
+        normed = rms_norm(x, weight, 1.0, 1e-6, torch.bfloat16)
+        rope = make_rope(torch.zeros(1, 5, dtype=torch.long, device="meta"), 16)
+        return gated(rotate(normed[:, :, None], *rope)[:, :, 0], normed, "gelu")
+
+    x = torch.empty(2, 5, 16, device="meta", requires_grad=True)
+    weight = torch.empty(16, device="meta", requires_grad=True)
+    out = checkpoint(layer, x, weight, use_reentrant=False) if recomputed else layer(x, weight)
+    out.sum().backward()
+    assert x.grad is not None and x.grad.dtype == x.dtype and x.grad.shape == x.shape
+    assert weight.grad is not None and weight.grad.shape == weight.shape

@@ -119,10 +119,10 @@ class _RMSNorm(torch.autograd.Function):
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> Any:
+        x, weight, inverse_rms = ctx.saved_tensors
         dx, parts = torch.ops.flexor.rms_norm_backward(
-            gradient.contiguous(), *ctx.saved_tensors, *ctx.rounding
+            gradient.contiguous(), x, weight, inverse_rms, *ctx.rounding
         )
-        weight = ctx.saved_tensors[1]
         dweight = parts.sum(0).to(weight.dtype) if ctx.needs_input_grad[1] else None
         return dx, dweight, None, None, None, None
 
