@@ -116,3 +116,13 @@ def test_steps_of_ranks_with_fsdp():
         others = [ms.get(("1 of 8 with FSDP", "graph"), ""), ms.get(("1 with FSDP", "eager"), "")]
         cells = [f"{name}, batch {batch_size}", alone, graph, f"{float(graph) / float(alone):.2f}", *others]
         assert re.sub(r"\s+", " ", f"| {' | '.join(cells)} |") in page
+
+
+def test_large_models_beside_lerobot():
+    results, page = json.loads(newest("large_models*.json")), (ROOT / "docs/bench.md").read_text()
+    for case in results["steps"]:
+        if case["lerobot_ms"]:
+            times = f"{case['lerobot_ms'] / case['flexor_ms']:.1f}"
+            assert f"| {case['lerobot_ms']:.1f} | {case['flexor_ms']:.1f} | {times} |" in page
+    for case in results["chunks"]:
+        assert f"| {case['flexor_ms']:.1f} |\n" in page

@@ -250,6 +250,11 @@ def _policy_options(kind: str) -> dict[str, Any]:
     default = trained[-1 if getattr(config, "train_expert_only", False) else 0]
     return {
         "type": kind,
-        "trained": [*trained, ("--lora.r=16", "LoRA adapters, rank 16")],
+        "trained": [
+            *trained,
+            ("--lora.r=16", "LoRA adapters, rank 16"),
+            ("--lora.r=16 --lora.base=8bit", "LoRA adapters on 8-bit weights"),
+            ("--lora.r=16 --lora.base=4bit", "LoRA adapters on 4-bit weights"),
+        ],
         "default": default[0],
     }
