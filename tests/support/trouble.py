@@ -23,7 +23,7 @@ from support import ranks, runs
 from support.limits import FOREVER_S, LIMIT_S
 
 STEP = "flexor.train.graph:compute_step"
-READ = "flexor.data.loader.loader:Loader.plan"
+READ = "flexor.data.loader.order_planner:OrderPlanner.plan"
 
 
 def at_call(target: str, call: int, event: Callable[[], Any]) -> None:

@@ -179,7 +179,9 @@ class SelfAttention(nn.Module):
         rows = q.float().unflatten(2, (-1, self.groups)).permute(0, 2, 3, 1, 4).flatten(2, 3)
         scores = (rows @ keys * self.head_dim**-0.5).masked_fill(~mask, torch.finfo(torch.float32).min)
         out = scores.softmax(-1).to(cache.values.dtype) @ cache.values.transpose(1, 2)
-        return out.unflatten(2, (self.groups, -1)).permute(0, 3, 1, 2, 4).flatten(2)
+        out = out.unflatten(2, (self.groups, -1)).permute(0, 3, 1, 2, 4).flatten(2)
+        weight = self.o_proj.weight  # if it is quantized, it takes any type
+        return out.to(weight.dtype) if weight.is_floating_point() else out
 
 
 class GatedMLP(nn.Module):
