@@ -279,7 +279,7 @@ def test_the_hardware_page_of_some_policies_and_gpus(capsys):
     ("flags", "message"),
     [
         (["--price=-1"], "--price=-1 must be above 0."),
-        (["--table", "--policy.type=atc"], "'atc' is not known. Did you mean act?"),
+        (["--table", "--policy.type=atc"], "'atc' is not known. Did you mean sac or act?"),
         (["--table", "--steps=3"], "leave out --steps"),
     ],
 )

@@ -17,7 +17,7 @@ NAMES = setting_names(policy_class("act").Config)
         "chunk_size": "policy.chunk_size",
         "dataset.cache.teir": "dataset.cache.tier",
         "image_transforms.tfs.crop": "dataset.image_transforms.tfs",
-        "batchsize": "batch_size or eval.batch_size",
+        "batchsize": "batch_size or rl.batch_size or eval.batch_size",
         "repo_id": "policy.repo_id or dataset.repo_id",
     }.items(),
 )
