@@ -19,6 +19,7 @@ from flexor.config.help import train_help
 from flexor.config.lerobot_flags import IGNORED
 from flexor.config.parse import build_config, flatten, load_config, nest, parse_flags
 from flexor.config.schema import GROUPS, TrainConfig, group_type, pushes_policy
+from flexor.config.setting_names import setting_names
 from flexor.core.errors import ConfigError
 from flexor.core.typed import help_texts, to_plain, with_settings
 from flexor.policies import POLICIES, policy_class
@@ -289,7 +290,7 @@ def test_typo_in_a_known_group_suggests_a_name_that_exists(wrong):
     message = str(error.value)
     suggestions = message.partition("Did you mean ")[2].rstrip("?").split(" or ")
     if "Unknown setting" in message and suggestions != [""]:
-        keys = {*KEYS, *GROUPS, "policy_path", "policy.type", "policy.path"}
+        keys = {*KEYS, *GROUPS, *setting_names(), "policy_path"}
         assert set(suggestions) <= keys
 
 

@@ -37,11 +37,11 @@ class LoraConfig:
     target_modules: list[str] | str | None = None
     """Linear layers that get an adapter: all-linear, a list of names or name endings, or a regular expression. By
     default the policy decides, usually for all-linear."""
+    full_training_modules: list[str] = field(default_factory=list)
+    """Modules that are trained fully, without adapters: a list of names or name endings."""
     base: Literal["8bit", "4bit"] | None = None
     """Store the frozen weights of the policy's blocks in 8 or 4 bits, as QLoRA does. Checkpoints have the original
     weights. By default they are stored in bfloat16 where a run computes in bf16."""
-    full_training_modules: list[str] = field(default_factory=list)
-    """Modules that are trained fully, without adapters: a list of names or name endings."""
 
     def validate(self) -> None:
         if not 0 <= self.dropout < 1:
