@@ -3,7 +3,8 @@
 A thread checks this rank about once a second. After `timeout_s` without progress it names the rank that is behind,
 prints the stacks of this process and ends it, because a process that is stuck in a collective can't be unwound.
 Slow work is no hang: while any rank is in `without_limit`, it is enough that all ranks send heartbeats. Time in which
-the whole process was suspended does not count.
+the whole process was suspended does not count. A timer of `faulthandler` would count it, and crashes when it reads the
+stacks of threads that run again.
 
 | Problem | Which ranks end, and when |
 | --- | --- |
@@ -16,7 +17,6 @@ The watchdog does not end a run of one process. It prints the message and the st
 
 from __future__ import annotations
 
-import faulthandler
 import os
 import sys
 import threading
@@ -99,7 +99,6 @@ class Watchdog:
         self._ended = DONE if error is None else culprit or f"{type(error).__name__}: {error}".splitlines()[0]
         self._stop.set()
         self._thread.join(10)
-        faulthandler.cancel_dump_traceback_later()
         if self._heartbeats:
             self._heartbeats.stop()
         if culprit:
@@ -116,11 +115,6 @@ class Watchdog:
         try:
             last = time.monotonic()
             while not self._stop.is_set():
-                # Prints the stacks even if some code never releases the interpreter lock (GIL). Its clock also runs
-                # while the process is suspended, and printing the stacks of running threads can crash. So it is off
-                # for a run of one process, which may be suspended with Ctrl-Z.
-                if self._heartbeats:
-                    faulthandler.dump_traceback_later(self.timeout_s, file=2)
                 now = time.monotonic()
                 self._now += min(now - last, 3 * self._tick)
                 last = now
