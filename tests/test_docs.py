@@ -37,6 +37,7 @@ from flexor.config.parse import flatten, load_config, parse_flags, read_file
 from flexor.config.schema import GROUPS, ParallelConfig
 from flexor.evaluate import report
 from flexor.evaluate.envs import make_env
+from flexor.launch.ssh.host import SshHost
 from flexor.sim import record
 from flexor.train.checkpoint.resume import may_change
 from flexor.train.ranks.split import split_batch
@@ -186,6 +187,7 @@ def test_other_commands_parse(page, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("HF_TOKEN", "hf_of_nobody")
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 8)
+    monkeypatch.setattr(SshHost, "run", None)  # these hosts are examples
     for launcher, (verb, *words) in commands(page, "console"):
         parses_launcher(launcher)
         words = [word for word in words if not word.startswith(("--gpus=", "--resume=auto"))]

@@ -183,6 +183,14 @@ def test_the_script_installs_these_versions_once(capsys, tmp_path):
     assert "launch local --gpus=all -- train" in script and "--resume=auto" in script
 
 
+@pytest.mark.parametrize("doing", ["--follow=place", "--stop=place"])
+def test_a_dry_run_connects_to_nothing(doing, capsys, monkeypatch):
+    monkeypatch.setattr(subprocess, "run", None)
+    monkeypatch.setattr(subprocess, "Popen", None)
+    assert main(["launch", "ssh", "robot@gpu", "--dry-run", doing]) == 0
+    assert doing[2:].replace("=", " ") in capsys.readouterr().out
+
+
 def test_what_is_refused(tmp_path):
     with pytest.raises(ConfigError, match="leave out --resume"):
         make_job(["train", "--resume=true"])

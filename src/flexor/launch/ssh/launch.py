@@ -53,10 +53,15 @@ def launch_ssh(arguments: list[str]) -> int:
     cut = arguments.index("--") if "--" in arguments else len(arguments)
     options, words = parser().parse_known_args(arguments[:cut])
     host = SshHost(options.host, options.ssh)
+    run = Path(options.output or Path("runs") / (options.follow or ""))
+    if options.dry_run and (options.stop or options.follow):
+        doing = f"stop {options.stop}" if options.stop else f"follow {options.follow} and fetch it to {run}"
+        print_result({"host": host.address, "would": doing}, options.json, f"would {doing} on {host.address}")
+        return 0
     if options.stop:
         return _stop(host, options.stop)
     if options.follow:
-        return _follow(host, options.follow, Path(options.output or Path("runs") / options.follow))
+        return _follow(host, options.follow, run)
     job = make_job([*words, *arguments[cut + 1 :]])
     wheel = flexor_wheel()
     script = job_script(job, wheel, options.python, options.environment, options.setup)
@@ -97,7 +102,7 @@ def parser() -> OptionParser:
         "--ssh", action="append", default=[], metavar="FLAG", help="a flag of ssh, such as --ssh=-p2222"
     )
     flags.add_argument(
-        "--dry-run", "--dry_run", action="store_true", help="print the script, and start nothing"
+        "--dry-run", "--dry_run", action="store_true", help="print what would be done, and connect to nothing"
     )
     flags.add_argument("--json", action="store_true", help="with --dry-run: print one JSON object")
     return flags
