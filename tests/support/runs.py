@@ -54,6 +54,7 @@ FOLDERS = (
     "smolvla",
     "xvla",
     "wall_x",
+    "sac",
 )
 SERVER = multiprocessing.get_context("forkserver")
 SERVER.set_forkserver_preload(
@@ -61,6 +62,7 @@ SERVER.set_forkserver_preload(
         "flexor.cli.launch",
         *(f"flexor.policies.{name}.policy" for name in FOLDERS),
         "flexor.train.loop",
+        "flexor.rl.run",
         "flexor.evaluate.report",
         "flexor.plan.preflight",
         "flexor.config.help",

@@ -61,7 +61,7 @@ def observation(policy: PolicyConfig) -> Batch:
 
 
 def predict(policy: Policy, batch: Batch, noise: Noise) -> None:
-    if isinstance(policy, AutoregressivePolicy):  # values are read between segments
+    if isinstance(policy, AutoregressivePolicy) and policy.writes_tokens:  # values are read between segments
         policy.vocabulary = ActionVocabulary(bos=1, prefix=[4, 5], suffix=[2], end=2, first=400)
         policy.decode_segment(policy.prefill(batch, noise))
     else:
