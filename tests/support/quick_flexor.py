@@ -57,7 +57,9 @@ def shrink(arguments: list[str], demonstrations: str) -> list[str]:
         words.append("--cameras=1x96x96")  # and not several large ones
     if verb == "bench" and words[0] == "step":
         words += ["--policy.device=cpu", "--steps=1"]
-        words += [] if "batch_size" in flags else ["--batch_size=1"]  # a CPU takes seconds for more in bfloat16
+        words += (
+            [] if "batch_size" in flags else ["--batch_size=1"]
+        )  # a CPU takes seconds for more in bfloat16
         ceilings.WINDOWS, ceilings.WINDOW_S = 1, 0.01  # what this machine can do is measured for seconds
         ceilings.CPU_EDGE, ceilings.CPU_COPY = 64, 1 << 20
     if verb == "bench" and words[0] == "data":

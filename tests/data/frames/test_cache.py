@@ -152,6 +152,7 @@ def fill_slowly(folder: Path | None, seed: int, frames: int, slot: int, shared_m
         cache.close()  # and one of them just ends
 
 
+@pytest.mark.ranks(waits=True)
 def test_processes_fill_the_same_cache(folder, tmp_path):
     workers = [
         SERVER.Process(target=fill_slowly, args=(folder, seed, 60, 5000, tmp_path)) for seed in range(4)
@@ -164,6 +165,7 @@ def test_processes_fill_the_same_cache(folder, tmp_path):
     assert check(open_cache(folder, frames=60, slot=5000)) == 60
 
 
+@pytest.mark.ranks(waits=True)
 def test_killed_at_any_instant(folder, tmp_path):
     """While it makes the cache, while it writes and while it syncs."""
     rng, counts = random.Random(1), []
@@ -395,6 +397,7 @@ def truncate_in_use(folder: Path, shared_memory: Path, name: str, jpegs: bool) -
     os._exit(0)
 
 
+@pytest.mark.ranks(waits=True)
 @pytest.mark.parametrize("jpegs", [False, True])
 @pytest.mark.parametrize("name", ["data", "ready", "sums", "sizes"])
 def test_truncated_in_use(folder, name, jpegs, tmp_path):

@@ -103,6 +103,7 @@ def test_ram_goes_without_being_closed():
     assert not shared()
 
 
+@pytest.mark.ranks(waits=True)
 def test_killed_runs_leave_no_memory_behind(tmp_path):
     with filling(None, tmp_path, 20, SLOT, wait=True):
         wrist = open_cache(None, CacheKey("f1", "wrist", None))
