@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from data_verdict import bar_lines
+from flexor.bench import limits
 from flexor.bench.figures import EpochMeasurement, bound, busy_shares, make_report
 from flexor.bench.limits import Limits, Player, decode_limit, memory_limit
 from flexor.bench.memory import PeakMemory, process_tree
@@ -24,6 +25,13 @@ NAMES = """frames_per_s_node samples_per_s first_batch_latency_s p50_sample_late
 p99_sample_latency_ms wallclock_s hits misses evictions hit_rate frames_decoded_per_frame_delivered bytes_read
 bytes_delivered pool_bytes cache_bytes peak_memory_bytes vm_hwm_bytes cpu_s_per_frame limit_frames_per_s of_limit bound
 shuffle source tier"""
+
+
+@pytest.fixture(autouse=True)
+def briefly(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What this machine can do at most is measured for seconds."""
+    monkeypatch.setattr(limits, "SECONDS", 0.05)
+    monkeypatch.setattr(limits, "GATHERED", 1 << 20)
 
 
 @pytest.fixture(scope="module")

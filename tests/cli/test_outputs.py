@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from flexor.bench import limits
 from flexor.cli.main import main
 from support import runs
 
@@ -44,6 +45,13 @@ WRITTEN = [  # those of which the whole command takes little time
     *("bench data", "bench data, a file", "data repair", "data tokenizer", "record", "train", "export"),
     "eval --videos",
 ]
+
+
+@pytest.fixture(autouse=True)
+def briefly(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What this machine can do at most is measured for seconds."""
+    monkeypatch.setattr(limits, "SECONDS", 0.05)
+    monkeypatch.setattr(limits, "GATHERED", 1 << 20)
 
 
 @pytest.fixture(scope="module")

@@ -160,15 +160,19 @@ def test_without_a_gpu_all_are_compared_and_the_cheapest_is_described(monkeypatc
     assert result["gpu"] == result["choices"][0]["gpu"]
 
 
-def test_what_does_not_fit_ends_with_1_and_says_what_to_change(capsys, tmp_path):
+def test_what_does_not_fit_ends_with_1_and_says_what_to_change_and_what_it_would_take(capsys, tmp_path):
     file = tmp_path / "gpus.toml"
     file.write_text(
         '[gpus."Small"]\nmemory_gib = 0.6\nbandwidth_gb_s = 100\ntflops = { fp32 = 5, bf16 = 10 }\ntdp_w = 50\n'
         'capability = "8.6"\n'
     )
-    code, result = plan(f"--gpus-file={file}", "--gpu=small", "--batch_size=512", ONE_GPU)
+    words = (f"--gpus-file={file}", "--gpu=small", "--batch_size=512", "--price=2", ONE_GPU)
+    code, result = plan(*words)
     assert code == 1 and not result["fits"]
     assert result["remedy"] and result["changes"][0]["saves_bytes"] > 0
+    assert cli.main(["plan", *JOB, *words]) == 1
+    out = capsys.readouterr().out
+    assert "\nA step would take " in out and "The run would take " in out and "and cost " in out
 
 
 def test_a_dataset_that_is_there_is_opened(capsys, tmp_path):
@@ -286,9 +290,3 @@ def test_the_hardware_page_of_some_policies_and_gpus(capsys):
 def test_what_a_plan_can_not_do_is_refused(flags, message, capsys):
     assert cli.main(["plan", *flags]) == 2
     assert message in capsys.readouterr().err
-
-
-def test_a_plan_that_does_not_fit_says_what_it_would_take(capsys):
-    assert cli.main(["plan", "--policy.type=act", "--gpu=RTX 4090", "--batch_size=4000", ONE_GPU]) == 1
-    out = capsys.readouterr().out
-    assert "\nA step would take " in out and "The run would take " in out and "and cost " in out

@@ -52,27 +52,24 @@ def test_help_is_recorded_and_begins_after_30_steps(undisturbed):
     assert sum(len(part) for part in helped) > 10
 
 
+@pytest.mark.ranks
 def test_a_run_that_was_killed_is_bitwise_the_run_that_was_not(data, undisturbed, tmp_path):
     """Killed again and again, at instants that depend on nothing."""
-    folder, more = (
-        tmp_path / "run",
-        (f"--steps={STEPS}", "--save_freq=50", "--rl.intervener=scripted", "--resume=auto"),
-    )
+    folder = tmp_path / "run"
+    more = (f"--steps={STEPS}", "--save_freq=50", "--rl.intervener=scripted", "--resume=auto")
     file = folder / "records" / RECORDS
     size = online.records(undisturbed).dtype.itemsize
     rng = np.random.default_rng(time.time_ns())
     for kill in range(KILLS):
-        process = online.start(folder, data, *more)
+        process = online.start(tmp_path / f"killed-{kill}", folder, data, *more)
         instant = (kill + 1) * STEPS // (KILLS + 1) + int(rng.integers(10))
-        until = time.monotonic() + 120
-        while process.poll() is None and time.monotonic() < until:
-            if file.exists() and file.stat().st_size >= instant * size:
-                break
-            time.sleep(0.002)
+        process.wait_for(lambda instant=instant: file.exists() and file.stat().st_size >= instant * size)
         process.send_signal(signal.SIGKILL)
-        process.wait()
-    process = online.start(folder, data, *more)
-    assert process.wait(timeout=300) == 0
+        process.end()
+        assert process.returncode == -signal.SIGKILL
+    process = online.start(tmp_path / "last", folder, data, *more)
+    process.end()
+    assert process.returncode == 0
     online.assert_same(undisturbed, folder, STEPS)
 
 

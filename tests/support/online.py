@@ -1,8 +1,6 @@
 """Small runs that learn while they act: the built-in task with a sparse reward, seconds each."""
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -14,6 +12,7 @@ from flexor.rl.records import RECORDS
 from flexor.rl.run import train_online
 from flexor.sim.record import record_dataset
 from flexor.train.loop import TrainResult
+from support.runs import Forked
 
 STATE_ENV = ["--env.type=place", "--env.kwargs={obs_type: environment_state_agent_pos, reward: sparse}"]
 SMALL = [
@@ -46,10 +45,9 @@ def train(folder: Path, data: Path | None, *more: str) -> TrainResult:
     return train_online(config_from_flags(parse_flags(arguments(folder, data, *more))))
 
 
-def start(folder: Path, data: Path | None, *more: str) -> subprocess.Popen:
+def start(logs: Path, folder: Path, data: Path | None, *more: str) -> Forked:
     """The same in a process of its own, which can be killed."""
-    words = [sys.executable, "-m", "flexor", "train", *arguments(folder, data, *more)]
-    return subprocess.Popen(words, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    return Forked(logs, "train", *arguments(folder, data, *more))
 
 
 def records(folder: Path) -> np.ndarray:

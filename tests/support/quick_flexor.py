@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 
+from flexor.bench import limits
 from flexor.cli.main import VERBS
 from flexor.plan.speed import ceilings
 from support import small_resnet
@@ -56,7 +57,13 @@ def shrink(arguments: list[str], demonstrations: str) -> list[str]:
         words.append("--cameras=1x96x96")  # and not several large ones
     if verb == "bench" and words[0] == "step":
         words += ["--policy.device=cpu", "--steps=1"]
+        words += (
+            [] if "batch_size" in flags else ["--batch_size=1"]
+        )  # a CPU takes seconds for more in bfloat16
         ceilings.WINDOWS, ceilings.WINDOW_S = 1, 0.01  # what this machine can do is measured for seconds
+        ceilings.CPU_EDGE, ceilings.CPU_COPY = 64, 1 << 20
+    if verb == "bench" and words[0] == "data":
+        limits.SECONDS, limits.GATHERED = 0.05, 1 << 20
     if verb == "bench" and words[0] == "serve":
         words.append("--requests=8")
     measured = verb == "bench" and (words[0] == "step" or "policy.type" in flags)

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import json
-import multiprocessing
 import os
 import shutil
 import subprocess
 import sys
 import traceback
 from collections.abc import Callable, Sequence
+from multiprocessing.context import ForkServerContext, ForkServerProcess
 from pathlib import Path
 from typing import Any
 
@@ -54,13 +54,26 @@ FOLDERS = (
     "smolvla",
     "xvla",
     "wall_x",
+    "sac",
 )
-SERVER = multiprocessing.get_context("forkserver")
+
+
+class Forking(ForkServerProcess):
+    """Forked from a process that takes ten seconds to import everything: only in workers that have marked tests."""
+
+    def __init__(self, *arguments: Any, **options: Any):
+        selection.must_be_marked()
+        super().__init__(*arguments, **options)
+
+
+SERVER = ForkServerContext()
+SERVER.Process = Forking  # type: ignore[misc,assignment]
 SERVER.set_forkserver_preload(
     [
         "flexor.cli.launch",
         *(f"flexor.policies.{name}.policy" for name in FOLDERS),
         "flexor.train.loop",
+        "flexor.rl.run",
         "flexor.evaluate.report",
         "flexor.plan.preflight",
         "flexor.config.help",
@@ -101,7 +114,6 @@ class Forked:
     """The program in a process of its own, forked from one that has torch imported: that takes seconds."""
 
     def __init__(self, folder: Path, *arguments: str, before: Callable[[], Any] | None = None):
-        selection.must_be_marked()
         folder.mkdir(parents=True, exist_ok=True)
         self.files = [folder / "stdout", folder / "stderr"]
         for file in self.files:

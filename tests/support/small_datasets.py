@@ -1,10 +1,12 @@
 """Small datasets made with our own writer, for the tests of writer, check and info."""
 
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 
 from flexor.data.format.writer import DatasetWriter
+from support.samples import reencode
 
 LENGTHS = (12, 9, 7, 10)
 TASKS = ("push", "pull", "push", "lift")
@@ -52,3 +54,13 @@ def write(root: Path, still: bool = False, codec: str = "h264", **options: objec
                 writer.add_frame(frame(episode, number, still))
             writer.save_episode(task)
     return root
+
+
+def encoded(**options: str) -> Callable[[Path], None]:
+    """Something to do to a dataset: its videos are encoded again, with options of FFmpeg's encoder."""
+
+    def change(root: Path) -> None:
+        for path in sorted(root.rglob("*.mp4")):
+            reencode(path, FPS, **options)
+
+    return change

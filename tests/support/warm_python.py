@@ -28,7 +28,7 @@ from typing import Any
 import torch
 
 from flexor.serve import connection_process
-from support import selection, warm_python_client
+from support import warm_python_client
 from support.limits import wait_for
 from support.runs import SERVER
 
@@ -39,7 +39,6 @@ class WarmPython:
     """`python` is the script. `change`, where there is one, is applied to the arguments of every call."""
 
     def __init__(self, change: Change | None = None):
-        selection.must_be_marked()
         self.folder = Path(tempfile.mkdtemp(prefix="flexor"))  # a socket's path may have a hundred characters
         address, self.python = self.folder / "socket", self.folder / "python"
         command = [sys.executable, "-I", warm_python_client.__file__, str(address), str(self.python)]

@@ -326,17 +326,25 @@ WAYS = {
 }
 
 
+@pytest.fixture(scope="module")
+def alone(dataset, smolvla, tmp_path_factory) -> list[float]:
+    """The losses of one process."""
+    folder = tmp_path_factory.mktemp("alone")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("FLEXOR_CACHE", str(folder / "cache"))
+        return ranks.losses(train(dataset, folder / "run", smolvla))
+
+
 @pytest.mark.ranks
 @pytest.mark.parametrize("way", WAYS)
-def test_any_number_of_ranks_reads_the_same_features(way, dataset, smolvla, tmp_path):
-    alone = train(dataset, tmp_path / "alone", smolvla, "--save_freq=14")
+def test_any_number_of_ranks_reads_the_same_features(way, dataset, smolvla, alone, tmp_path):
     more = [f"--steps={STEPS}", "--batch_size=4", "--save_freq=14", *WAYS[way]]
     folder = tmp_path / "two"
     then = dict.fromkeys(range(2), keep_on_the_device) if "device" in way else None
     two = ranks.Ranks(folder, 2, ["train", *runs.flags(dataset, folder / "run", smolvla, *more)], then=then)
     assert two.end() == [0, 0], two.errors()
     assert ON in two.errors()
-    assert ranks.losses(folder / "run") == pytest.approx(ranks.losses(alone), rel=1e-4)
+    assert ranks.losses(folder / "run") == pytest.approx(alone, rel=1e-4)
     cut = runs.cut_back(folder / "run", tmp_path / "cut", 14)  # goes on as one process
     assert main(["resume", str(cut), "--parallel.strategy=auto"]) == 0
-    assert ranks.losses(cut) == pytest.approx(ranks.losses(alone), rel=1e-4)
+    assert ranks.losses(cut) == pytest.approx(alone, rel=1e-4)

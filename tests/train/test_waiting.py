@@ -29,17 +29,25 @@ from support.plans import H200, settings
 
 TINY_QWEN = f"{Path(__file__).parents[1]}/support/tiny_qwen_policy/policy.py:TinyQwenPolicy"
 
+# A prediction repeats the same operations: twice is enough.
+FEW = {
+    "diffusion": {"num_train_timesteps": 2},
+    "multi_task_dit": {"num_train_timesteps": 2},
+    "tdmpc": {"cem_iterations": 2},
+}
+
 
 @pytest.fixture(params=[*POLICIES, TINY_QWEN], ids=[*POLICIES, "tiny_qwen"])
 def config(request, tmp_path):
     if request.param == "smolvla":
         make_vlms(tmp_path)
         return settings("smolvla", policy={"vlm_model_name": str(tmp_path / "tiny-vlm")}, precision="bf16")
+    few = FEW.get(request.param, {})
     if request.param != "multi_task_dit":
-        return settings(request.param, precision="bf16")
+        return settings(request.param, policy=few, precision="bf16")
     make_clips(tmp_path)
     clips = dict.fromkeys(("vision_encoder_name", "text_encoder_name"), str(tmp_path / "tiny-clip"))
-    return settings("multi_task_dit", (32, 32), clips, precision="bf16")
+    return settings("multi_task_dit", (32, 32), {**clips, **few}, precision="bf16")
 
 
 def test_training_steps_read_no_value_on_the_host(config):

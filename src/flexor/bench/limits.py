@@ -188,9 +188,15 @@ class Player:
 
 
 def memory_limit(
-    dataset: Dataset, cameras: Sequence[str], threads: int, device: str, batch: int, seconds: float = 1.0
+    dataset: Dataset,
+    cameras: Sequence[str],
+    threads: int,
+    device: str,
+    batch: int,
+    seconds: float | None = None,
 ) -> float:
     """Frames per second of copying images of the cameras' sizes from random places into a batch."""
+    seconds = seconds or SECONDS / 4
     host = device == "host"  # planes, as they are transferred to a GPU
     formats, features = dataset.store.format, dataset.features
     sizes = [formats(c).nbytes if host else int(np.prod(features[c].chw)) for c in cameras]

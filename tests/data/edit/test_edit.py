@@ -3,7 +3,6 @@
 The toy has 4 episodes of 12, 9, 7 and 10 frames at 10 fps, and two cameras.
 """
 
-import hashlib
 import json
 import os
 import re
@@ -15,84 +14,24 @@ import sys
 from pathlib import Path
 
 import numpy as np
-import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
 from flexor.cli import main as cli
 from flexor.core.errors import ConfigError, DatasetError
-from flexor.data.check.check import check_dataset
 from flexor.data.dataset import open_dataset
 from flexor.data.edit.edit import (
-    EditReport,
     delete_episodes,
     merge_datasets,
     retask,
     split_dataset,
-    trim_dataset,
 )
 from flexor.data.edit.output import new_folders
-from flexor.data.edit.trim import TrimSettings, motion_scale, motion_span
 from flexor.data.video.decode import index_video
 from support.damage import DATA, EPISODES, edit_json, edit_table, set_rows, truncate
-from support.legacy import to_v2
+from support.edits import assert_copied, contents
 from support.limits import LIMIT_S
-from support.samples import reencode
-from support.small_datasets import FPS, LENGTHS, SIDE, STILL, TASKS, TOP, write
-
-B_FRAMES = {"bf": "3", "g": "250", "sc_threshold": "0"}
-
-
-def encoded(**options: str):
-    def change(root: Path) -> None:
-        for path in sorted(root.rglob("*.mp4")):
-            reencode(path, FPS, **options)
-
-    return change
-
-
-@pytest.fixture(scope="module")
-def originals(tmp_path_factory):
-    """One file for all episodes, a file per episode, pictures in the table, B-frames, the older formats."""
-    root = tmp_path_factory.mktemp("originals")
-    write(root / "one")
-    write(root / "many", data_files_mb=1e-6, video_files_mb=1e-6)
-    write(root / "still", still=True)
-    write(root / "gop30", gop=30)
-    write(root / "av1", codec="av1", gop=4)
-    shutil.copytree(root / "one", root / "b-frames")
-    encoded(**B_FRAMES)(root / "b-frames")
-    for version in ("v2.1", "v2.0"):
-        to_v2(root / "one", root / version, version)
-    return root
-
-
-def contents(*roots: Path) -> dict[str, str]:
-    files = sorted(path for root in roots for path in root.rglob("*") if path.is_file())
-    return {str(path): hashlib.sha256(path.read_bytes()).hexdigest() for path in files}
-
-
-def assert_copied(report: EditReport, roots: list[Path], skip: tuple[str, ...] = ()) -> None:
-    """Every row and frame is that of the original, the new dataset has no problem, nothing else was written."""
-    json.dumps(report.to_json())
-    for dataset in report.datasets:
-        checked = check_dataset(dataset.folder)
-        assert checked.findings == [] and report.ok, str(checked)
-        ours = open_dataset(root=dataset.folder)
-        assert len(ours) == sum(part.length for part in dataset.parts)
-        originals = {root: open_dataset(root=root, on_bad_episode="skip") for root in roots}
-        for new, part in enumerate(dataset.parts):
-            left = ours.select([new])
-            right = originals[part.source.root].select([part.plan.episode.index])
-            rows = np.arange(part.length)
-            new_rows, old_rows = left.read(rows), right.read(rows + part.first)
-            for name in set(old_rows) - {"index", "episode_index", "frame_index", "timestamp", *skip}:
-                assert np.array_equal(new_rows[name], old_rows[name]), (new, name)
-            assert np.array_equal(new_rows["frame_index"], rows)
-            assert np.array_equal(new_rows["timestamp"], (rows / ours.fps).astype(np.float32))
-            assert (new_rows["episode_index"] == new).all()
-        assert [path.name for path in dataset.folder.parent.iterdir() if "incomplete" in path.name] == []
-
+from support.small_datasets import SIDE, STILL, TASKS, TOP
 
 KINDS = ["one", "many", "still", "gop30", "av1", "b-frames", "v2.1", "v2.0"]
 
@@ -329,155 +268,6 @@ def test_tasks_are_listed(originals, capsys):
         {"task": "pull", "episodes": 1},
         {"task": "lift", "episodes": 1},
     ]
-
-
-# --- trim
-
-
-def idle(root: Path, spans: dict[int, tuple[int, int]]) -> Path:
-    """Let each of these episodes move only between two frames, and all others from their first frame to the last."""
-    ends = np.cumsum(LENGTHS)
-
-    def change(values):
-        new = []
-        for episode, length in enumerate(LENGTHS):
-            first, last = spans.get(episode, (0, length - 1))
-            place = np.clip(np.arange(length), first, last)
-            new += [[float(at - first)] * len(values[0]) for at in place]
-        return new
-
-    for path in sorted(root.glob("data/*/*.parquet")):
-        table = pq.read_table(path)
-        assert table.num_rows == ends[-1]
-        edit_table(path, action=change, **{"observation.state": change})
-    return root
-
-
-@pytest.mark.parametrize("kind", ["one", "still", "gop30", "av1", "b-frames"])
-@pytest.mark.parametrize("keep", [0, 0.2])
-def test_idle_ends_are_cut_and_frames_stay_as_they_are(originals, tmp_path, kind, keep):
-    """Wherever key frames are: what is cut begins in the middle of a group, and ends there."""
-    root = idle(shutil.copytree(originals / kind, tmp_path / kind), {0: (3, 7), 1: (0, 4), 3: (5, 9)})
-    report = trim_dataset(root, tmp_path / "new", TrimSettings(keep=keep))
-    assert_copied(report, [root], skip=("next.done",))
-    spans = [(part.first, part.end) for part in report.datasets[0].parts]
-    margin = round(keep * FPS)
-    assert spans == [(3 - margin, 8 + margin), (0, 5 + margin), (0, 7), (5 - margin, 10)]
-    dataset = open_dataset(root=tmp_path / "new")
-    done = dataset.columns["next.done"]
-    assert np.flatnonzero(done).tolist() == (dataset.episodes.end - 1).tolist(), (
-        "the end is marked, and no other"
-    )
-    stats = json.loads((tmp_path / "new/meta/stats.json").read_text())
-    assert stats["index"]["count"] == [len(dataset)] and np.ravel(stats[TOP]["std"]).all()
-
-
-def test_a_dry_run_lists_what_would_be_cut(originals, tmp_path, capsys):
-    root = idle(shutil.copytree(originals / "one", tmp_path / "one"), {0: (3, 7), 1: (4, 4)})
-    assert cli.main(["data", "trim", str(root), "--dry_run", "--keep=0.1"]) == 0
-    text = capsys.readouterr().out
-    assert "episode 0: 2 frames (0.20 s) at the start, 3 (0.30 s) at the end; 7 stay" in text
-    assert "no motion in 1 episode, nothing is cut: 1" in text
-    assert "5 of 38 frames would be cut (13.2%) from 1 of 4 episodes" in text
-    assert cli.main(["data", "trim", str(root), "--dry_run", "--json", "--episodes=2"]) == 0
-    result = json.loads(capsys.readouterr().out)
-    assert result["cut_frames"] == 0 and result["datasets"][0]["frames"] == 38
-
-
-def test_a_reward_is_not_cut(originals, tmp_path):
-    root = idle(shutil.copytree(originals / "one", tmp_path / "one"), {0: (3, 5)})
-    for path in sorted(root.glob("data/*/*.parquet")):
-        table = pq.read_table(path)
-        reward = np.zeros(table.num_rows, np.float32)
-        reward[9] = 1
-        pq.write_table(table.append_column("next.reward", pa.array(reward)), path)
-    declared = {"dtype": "float32", "shape": [1], "names": None}
-    edit_json(root / "meta/info.json", lambda info: info["features"].update({"next.reward": declared}))
-    report = trim_dataset(root, None, TrimSettings(keep=0), dry_run=True)
-    part = report.datasets[0].parts[0]
-    assert (part.first, part.end) == (3, 11)
-
-
-def test_what_trembles_does_not_move():
-    rng = np.random.default_rng(0)
-    arm = np.concatenate([np.zeros(40), np.linspace(0, 90, 60), np.full(50, 90.0)]) + rng.normal(0, 0.1, 150)
-    tremble, gripper = rng.normal(0, 1, 150), (np.arange(150) > 110).astype(float)
-    motions = [np.stack(columns, 1) for columns in ([arm, tremble], [arm, tremble, gripper])]
-    two, three = (motion * motion_scale([motion]) for motion in motions)
-    first, end = motion_span(two, 0.02)
-    assert 39 <= first <= 42 and 98 <= end <= 101
-    assert motion_span(three, 0.02)[1] == 112, "a gripper that closes once is motion"
-    assert motion_span(np.zeros((20, 2)), 0.02) is None
-
-
-# --- annotations of LeRobot's
-
-
-def with_language(root: Path) -> Path:
-    """Persistent annotations on every row of an episode, and an event on one frame."""
-    times = pa.field("timestamp", pa.float32(), nullable=False)
-    common = [pa.field("role", pa.string(), nullable=False), pa.field("content", pa.string())]
-    tools = pa.field("tool_calls", pa.list_(pa.string()))
-    persistent = pa.list_(pa.struct([*common, pa.field("style", pa.string()), times, tools]))
-    events = pa.list_(pa.struct([*common, pa.field("style", pa.string()), tools]))
-    for path in sorted(root.glob("data/*/*.parquet")):
-        table = pq.read_table(path)
-        both = [[], []]
-        for episode, frame in zip(table["episode_index"].to_pylist(), table["frame_index"].to_pylist()):
-            row = {"role": "assistant", "style": "subtask", "tool_calls": None}
-            both[0].append([row | {"content": f"{episode} {t}", "timestamp": t} for t in (0.0, 0.4)])
-            spoken = {"role": "user", "content": "stop", "style": "interjection", "tool_calls": ['{"a": 1}']}
-            both[1].append([spoken] if frame == 6 else [])
-        table = table.append_column("language_persistent", pa.array(both[0], persistent))
-        pq.write_table(table.append_column("language_events", pa.array(both[1], events)), path)
-    names = ("language_persistent", "language_events")
-    declared = {name: {"dtype": "language", "shape": [1], "names": None} for name in names}
-    edit_json(root / "meta/info.json", lambda info: info["features"].update(declared))
-    edit_json(root / "meta/info.json", lambda info: info.update(tools=[{"type": "function"}]))
-    return root
-
-
-def columns_of(root: Path, names: tuple[str, ...]) -> list[dict]:
-    tables = [pq.read_table(path, columns=list(names)) for path in sorted(root.glob("data/*/*.parquet"))]
-    return pa.concat_tables(tables).to_pylist()
-
-
-LANGUAGE = ("language_persistent", "language_events")
-
-
-def test_annotations_are_copied(originals, tmp_path):
-    root = with_language(shutil.copytree(originals / "many", tmp_path / "many"))
-    report = delete_episodes(root, tmp_path / "new", "1")
-    assert_copied(report, [root])
-    old, new = columns_of(root, LANGUAGE), columns_of(tmp_path / "new", LANGUAGE)
-    assert new == old[:12] + old[21:]
-    info = json.loads((tmp_path / "new/meta/info.json").read_text())
-    assert info["features"]["language_events"] == {"dtype": "language", "shape": [1], "names": None}
-    assert info["tools"] == [{"type": "function"}]
-    merge_datasets([tmp_path / "new", root], tmp_path / "merged")
-    assert columns_of(tmp_path / "merged", LANGUAGE) == new + old
-
-
-def test_annotations_that_are_not_declared_are_copied(originals, tmp_path):
-    root = with_language(shutil.copytree(originals / "many", tmp_path / "many"))
-    edit_json(root / "meta/info.json", lambda info: [info["features"].pop(name) for name in LANGUAGE])
-    (finding,) = check_dataset(root, deep=False).findings
-    assert finding.name == "column-undeclared" and ", ".join(LANGUAGE) in finding.evidence
-    delete_episodes(root, tmp_path / "new", "1")
-    assert check_dataset(tmp_path / "new", deep=False).findings == []
-    old = columns_of(root, LANGUAGE)
-    assert columns_of(tmp_path / "new", LANGUAGE) == old[:12] + old[21:]
-    info = json.loads((tmp_path / "new/meta/info.json").read_text())
-    assert {info["features"][name]["dtype"] for name in LANGUAGE} == {"language"}
-
-
-def test_annotations_of_a_cut_episode_count_from_its_start(originals, tmp_path):
-    root = idle(shutil.copytree(originals / "one", tmp_path / "one"), {0: (3, 4)})
-    trim_dataset(with_language(root), tmp_path / "new", TrimSettings(keep=0))
-    rows = columns_of(tmp_path / "new", LANGUAGE)[:4]
-    assert [len(row["language_events"]) for row in rows] == [0, 0, 0, 1], "an event is not cut"
-    times = [record["timestamp"] for record in rows[0]["language_persistent"]]
-    assert times == pytest.approx([-0.3, 0.1])
 
 
 # --- nothing is written by half

@@ -70,6 +70,7 @@ def test_prune(folder, options, removed):
     assert names(list_caches()) == sorted({"a", "b", "c", "d"} - set(removed))
 
 
+@pytest.mark.ranks(waits=True)
 def test_prune_leaves_what_is_in_use(folder, tmp_path):
     with filling(folder, tmp_path, 20, SLOT, wait=True):
         assert prune(everything=True) == []

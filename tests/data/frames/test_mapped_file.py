@@ -57,6 +57,7 @@ def read_while_truncated(path: Path, to: int) -> None:
     os._exit(len(wrong))
 
 
+@pytest.mark.ranks(waits=True)
 @pytest.mark.parametrize("to", [0, 4096 * 3 + 17, SIZE * ROWS // 2])
 def test_truncated_while_threads_read(to, tmp_path):
     assert in_a_process(read_while_truncated, tmp_path / "file", to) == 0
@@ -69,6 +70,7 @@ def read_elsewhere(path: Path) -> None:
     os._exit(int(other[SIZE]))
 
 
+@pytest.mark.ranks(waits=True)
 def test_other_mappings_are_not_touched(tmp_path):
     assert in_a_process(read_elsewhere, tmp_path / "file") == -signal.SIGBUS
 
@@ -80,6 +82,7 @@ def send_to_itself(path: Path) -> None:
     os._exit(0)
 
 
+@pytest.mark.ranks(waits=True)
 def test_a_signal_that_was_sent_is_not_swallowed(tmp_path):
     assert in_a_process(send_to_itself, tmp_path / "file") == -signal.SIGBUS
 
@@ -94,6 +97,7 @@ def replaced_handler(path: Path) -> None:
     os._exit(0)
 
 
+@pytest.mark.ranks(waits=True)
 def test_a_handler_that_was_installed_meanwhile_is_kept_behind_ours(tmp_path):
     assert in_a_process(replaced_handler, tmp_path / "file") == 0
 

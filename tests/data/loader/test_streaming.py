@@ -18,7 +18,7 @@ from flexor.data.loader.choose_order import fit_lanes
 from flexor.data.loader.open import open_loader
 from flexor.data.settings import CacheConfig, DatasetConfig, OrderConfig
 from flexor.data.video.decode import index_video
-from support import runs, selection
+from support import runs
 from support.damage import overwrite_packets
 from support.limits import LIMIT_S
 from support.samples import LENGTHS, write_sample
@@ -326,7 +326,6 @@ def deliver(root, ranks, rank, start, stop, queue, kill_at):
 
 def run_ranks(root, ranks, start, stop, kill_at=-1) -> dict[int, list]:
     """{step: samples and digests of the global batch} of so many processes."""
-    selection.must_be_marked()
     queue = runs.SERVER.Queue()
     processes = [
         runs.SERVER.Process(target=deliver, args=(root, ranks, rank, start, stop, queue, kill_at))
@@ -412,6 +411,7 @@ def read_truncated(root, device, folder, shared_memory) -> None:
     os._exit(0)
 
 
+@pytest.mark.ranks(waits=True)
 @pytest.mark.parametrize("device", ["cpu", None])
 def test_a_cache_that_is_truncated_while_training_reads_it(root, device, tmp_path):
     reader = runs.SERVER.Process(target=read_truncated, args=(root, device, tmp_path / "cache", tmp_path))

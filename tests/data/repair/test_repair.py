@@ -3,17 +3,10 @@
 The toy has 4 episodes of 12, 9, 7 and 10 frames at 10 fps, and two cameras.
 """
 
-import hashlib
 import json
 import shutil
-import signal
-import struct
-import subprocess
-import sys
-from fractions import Fraction
 from pathlib import Path
 
-import av
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -21,16 +14,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from flexor.cli import main as cli
 from flexor.core.errors import DatasetError
 from flexor.data.check.check import check_dataset
 from flexor.data.check.layout import Span
 from flexor.data.dataset import open_dataset
-from flexor.data.repair.remux import resets_decoder
 from flexor.data.repair.repair import RepairReport, repair_advice, repair_dataset
 from flexor.data.repair.tables import row_order
 from flexor.data.repair.videos import first_frame
-from flexor.data.video.decode import decode, index_video, read_video_packets
 from support.damage import (
     DATA,
     EPISODES,
@@ -39,73 +29,11 @@ from support.damage import (
     damage_frame,
     edit_json,
     edit_table,
-    patched,
     set_rows,
     truncate,
 )
-from support.legacy import to_v2
-from support.limits import LIMIT_S
-from support.samples import reencode, write_video
-from support.small_datasets import FPS, LENGTHS, SIDE, STILL, TASKS, TOP, picture, write
-
-ALL = [0, 1, 2, 3]
-
-
-@pytest.fixture(scope="module")
-def originals(tmp_path_factory):
-    """One file for all episodes, a file per episode, pictures in the table, and the older formats."""
-    root = tmp_path_factory.mktemp("originals")
-    write(root / "one")
-    write(root / "many", data_files_mb=1e-6, video_files_mb=1e-6)
-    write(root / "still", still=True)
-    write(root / "gop30", gop=30)
-    to_v2(root / "one", root / "v2.1", "v2.1")
-    to_v2(root / "one", root / "v2.0", "v2.0")
-    return root
-
-
-@pytest.fixture
-def broken(originals, tmp_path):
-    """A copy of an original with something done to it."""
-
-    def make(name: str, *faults) -> Path:
-        root = Path(shutil.copytree(originals / name, tmp_path / name))
-        for fault in faults:
-            fault(root)
-        return root
-
-    return make
-
-
-def repair(root: Path, **options) -> RepairReport:
-    """Repair beside the original, which must not change, and the result must be sound."""
-    out, before = root.with_name("repaired"), contents(root)
-    report = repair_dataset(root, out, **options)
-    assert contents(root) == before, "the original was touched"
-    checked = check_dataset(out)
-    assert checked.findings == [], str(checked)
-    json.dumps(report.to_json())
-    return report
-
-
-def contents(root: Path) -> dict[str, str]:
-    files = sorted(path for path in root.rglob("*") if path.is_file())
-    return {str(path): hashlib.sha256(path.read_bytes()).hexdigest() for path in files}
-
-
-def assert_same(original: Path, report: RepairReport, skip: tuple[str, ...] = ()) -> None:
-    """Every row and every frame of the kept episodes is what it was, bit for bit."""
-    ours, theirs = open_dataset(root=report.out), open_dataset(root=original)
-    assert len(ours) == sum(plan.length for plan in report.included)
-    for plan in report.included:
-        new, old = ours.select([plan.new]), theirs.select([plan.episode.index])
-        rows = np.arange(len(new))
-        assert len(new) == len(old) == plan.length
-        left, right = new.read(rows), old.read(rows)
-        for name in set(right) - {"index", "episode_index", *skip}:
-            assert np.array_equal(left[name], right[name]), (plan.episode.index, name)
-        assert np.array_equal(left["frame_index"], rows)
-        assert np.allclose(left["timestamp"], rows / ours.fps, atol=1e-5)
+from support.repairs import ALL, assert_same, declare, repair, rows
+from support.small_datasets import LENGTHS, SIDE, STILL, TOP
 
 
 def lines_of(report: RepairReport) -> str:
@@ -168,19 +96,8 @@ def info(**changes):
     return lambda root: edit_json(root / "meta/info.json", lambda data: data.update(changes))
 
 
-def declare(name: str, **changes):
-    def change(data: dict) -> None:
-        data["features"].setdefault(name, {"dtype": "float32", "shape": [4], "names": None}).update(changes)
-
-    return lambda root: edit_json(root / "meta/info.json", change)
-
-
 def stats(**changes):
     return lambda root: edit_json(root / "meta/stats.json", lambda data: data["action"].update(changes))
-
-
-def rows(file: str = DATA, **columns):
-    return lambda root: edit_table(root / file, **columns)
 
 
 def meta_rows(change):
@@ -454,224 +371,6 @@ def test_no_damage_makes_a_repair_fail(broken, seed):
     dataset.read(np.arange(len(dataset)))
 
 
-# --- videos as other encoders leave them
-
-
-def encode_again(**options):
-    def change(root: Path) -> None:
-        for path in sorted(root.rglob("*.mp4")):
-            reencode(path, FPS, **options)
-
-    return change
-
-
-@pytest.mark.parametrize("name", ["one", "v2.1"])
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"bf": "3", "g": "250", "sc_threshold": "0"},
-        {"bf": "2", "g": "5", "x264-params": "open-gop=1:b-adapt=0:scenecut=0"},
-        {"codec": "libsvtav1", "g": "6"},
-    ],
-    ids=["b-frames", "open groups", "av1"],
-)
-def test_reordered_frames(broken, name, options):
-    """B-frames; in one file for all, episodes do not begin on key frames then, and the file is copied whole."""
-    root = broken(name, encode_again(**options))
-    report = repair(root)
-    assert [plan.new for plan in report.episodes] == ALL and all(not plan.repairs for plan in report.episodes)
-    assert_same(root, report)
-    assert ("video files copied unchanged" in str(report)) == (name == "one")
-
-
-def test_reordered_frames_are_set_right_too(originals, broken):
-    """B-frames at unsteady times: the copy's are steady, and no frame is lost or moved."""
-
-    def unsteady(root: Path) -> None:
-        for path in sorted(root.rglob("*.mp4")):
-            index = index_video(path)
-            images = [picture_of(path, i) for i in range(len(index))]
-            pts = [0, *(10 * i + (4 if i % 2 else -4) for i in range(1, len(images)))]
-            write_video(path, images, pts, Fraction(1, 10 * FPS), bf="3", g="250")
-
-    root = broken("v2.1", unsteady)
-    before = {path: decoded(path) for path in sorted(root.rglob("*.mp4"))}
-    report = repair(root)
-    assert f"episodes 0-3: {TOP}: frames moved to the times of their rows" in str(report)
-    dataset = open_dataset(root=report.out)
-    for plan in report.included:
-        part = dataset.select([plan.new]).read(np.arange(plan.length))
-        expected = before[root / plan.episode.videos[TOP].file]
-        apart = np.moveaxis(part[TOP], 1, -1).astype(int) - expected
-        assert np.abs(apart).max() < 10  # neighbours are 50 apart; on some CPUs colours are rounded otherwise
-
-
-def decoded(path: Path) -> np.ndarray:
-    return decode(path, np.arange(len(index_video(path))))
-
-
-def picture_of(path: Path, frame: int) -> np.ndarray:
-    return decoded(path)[frame]
-
-
-def test_an_episode_that_can_be_neither_cut_nor_kept_in_place_is_left_out(broken):
-    """One file, one key frame, unsteady times: the first episode can be cut off, the others can't."""
-
-    def unsteady(root: Path) -> None:
-        images = list(decoded(root / VIDEO))
-        pts = [10 * i + (2 if i % 2 else 0) for i in range(len(images))]
-        write_video(root / VIDEO, images, pts, Fraction(1, 10 * FPS), bf="0", g="250", sc_threshold="0")
-
-    report = repair(broken("one", unsteady))
-    assert [plan.episode.index for plan in report.included] == [0]
-    assert "can't be cut out" in report.excluded[0].reason
-
-
-def test_streams_that_differ_are_not_joined(broken):
-    def mix(root: Path) -> None:
-        reencode(root / f"videos/chunk-000/{TOP}/episode_000001.mp4", FPS, codec="libsvtav1")
-        reencode(root / f"videos/chunk-001/{TOP}/episode_000002.mp4", FPS, bf="2", g="6", profile="high")
-
-    root = broken("v2.0", mix)
-    report = repair(root)
-    assert len(list(report.out.glob(f"videos/{TOP}/*/*.mp4"))) == 4
-    assert len(list(report.out.glob(f"videos/{SIDE}/*/*.mp4"))) == 1
-    assert_same(root, report)
-
-
-@pytest.mark.parametrize("bframes", ["0", "3"])
-def test_frames_without_a_row(broken, bframes):
-    """A video with more frames than rows: those that timestamps lead to are taken, if they can be."""
-
-    def prolong(root: Path) -> None:
-        path = root / f"videos/chunk-000/{TOP}/episode_000000.mp4"
-        images = [picture(0, i) for i in range(LENGTHS[0] + 5)]
-        write_video(path, images, time_base=Fraction(1, FPS), bf=bframes, g="250")
-
-    root = broken("v2.1", prolong)
-    report = repair_dataset(root, root.with_name("repaired"))
-    assert report.ok and [plan.new for plan in report.episodes] == ALL
-    assert f"episode 0: {TOP}: frames without a row removed" in str(report)
-    assert_same(root, report)
-
-
-def test_frames_hidden_by_an_edit_list(broken):
-    """The first frame shown is no key frame: what is hidden before it is needed, and so the file is copied whole."""
-
-    def hide(root: Path) -> None:
-        path = root / f"videos/chunk-000/{TOP}/episode_000000.mp4"
-        images = [picture(9, i) for i in range(3)] + [picture(0, i) for i in range(LENGTHS[0])]
-        write_video(path, images, time_base=Fraction(1, FPS), bf="0", g="250")
-        ticks = round(3 / FPS / index_video(path).packets.time_base)
-        patched(path, path, b"elst", 8, struct.pack(">Ii", 1000 * LENGTHS[0] // FPS, ticks))
-
-    root = broken("v2.1", hide)
-    assert len(index_video(root / f"videos/chunk-000/{TOP}/episode_000000.mp4")) == LENGTHS[0]
-    report = repair(root)
-    assert f"camera {TOP}: 1 video files copied unchanged" in str(report)
-    assert_same(root, report)
-
-
-def test_sound_is_left_behind(broken):
-    def add_sound(root: Path) -> None:
-        path = root / f"videos/chunk-000/{TOP}/episode_000000.mp4"
-        with av.open(str(path), "w") as container:
-            sound = container.add_stream("aac", rate=16000)
-            stream = container.add_stream("libx264", rate=FPS, options={"bf": "2"})
-            stream.width, stream.height, stream.pix_fmt = 48, 32, "yuv420p"
-            for i in range(LENGTHS[0]):
-                container.mux(stream.encode(av.VideoFrame.from_ndarray(picture(0, i), format="rgb24")))
-            noise = np.zeros((1, 16000), np.float32)
-            frame = av.AudioFrame.from_ndarray(noise, format="fltp", layout="mono")
-            frame.sample_rate = 16000
-            container.mux([*sound.encode(frame), *sound.encode(None), *stream.encode(None)])
-
-    root = broken("v2.0", add_sound)
-    report = repair(root)
-    assert f"camera {TOP}: the audio in its videos is not copied" in str(report)
-    for path in report.out.rglob("*.mp4"):
-        with av.open(str(path)) as container:
-            assert [stream.type for stream in container.streams] == ["video"]
-    assert_same(root, report)
-
-
-def test_depth_maps_are_copied_though_they_are_not_read(originals, broken):
-    root = broken("v2.1", declare(SIDE, info={"video.is_depth_map": True}))
-    out = root.with_name("repaired")
-    report = repair_dataset(root, out)
-    # A depth map of three channels, which training leaves out.
-    assert {p.name for p in check_dataset(out).findings} == {"stats-missing", "depth-scale"} and report.ok
-    copied = decoded(out / f"videos/{SIDE}/chunk-000/file-000.mp4")
-    assert np.array_equal(copied, decoded(originals / f"one/videos/{SIDE}/chunk-000/file-000.mp4"))
-    assert SIDE in open_dataset(root=out).absent
-
-
-@pytest.mark.parametrize(
-    ("options", "anew"),
-    [
-        ({"g": "4", "bf": "0"}, True),
-        ({"g": "4", "bf": "2", "x264-params": "open-gop=1:b-adapt=0:scenecut=0"}, False),
-        ({"codec": "libx265", "g": "4", "x265-params": "log-level=none:open-gop=0:scenecut=0"}, True),
-        ({"codec": "libx265", "g": "4", "x265-params": "log-level=none:open-gop=1:scenecut=0"}, False),
-        ({"codec": "libsvtav1", "g": "4"}, True),
-    ],
-    ids=["h264", "h264, open groups", "hevc", "hevc, open groups", "av1"],
-)
-def test_key_frames_that_may_follow_other_packets(tmp_path, options, anew):
-    """Decoders forget what was before at some key frames, and not at others."""
-    if options.get("codec", "libx264") not in av.codecs_available:
-        pytest.skip("FFmpeg is built without this encoder")
-    # not smaller: x265 writes beyond the memory of tiny images on some processors
-    pictures = [picture(0, i, height=128, width=192) for i in range(20)]
-    index = index_video(write_video(tmp_path / "video.mp4", pictures, **options))
-    keys = [bytes(p) for i, p in read_video_packets(index, 0, len(index.key)) if index.key[i]]
-    facts = index.packets
-    assert len(keys) > 2 and resets_decoder(facts.codec, facts.extradata, keys[0])
-    assert {resets_decoder(facts.codec, facts.extradata, key) for key in keys[1:]} == {anew}
-
-
-# --- a part of a dataset
-
-
-@pytest.mark.parametrize("name", ["one", "many", "still", "v2.1"])
-def test_a_part(originals, broken, name):
-    report = repair(broken(name), episodes=[3, 0, 1], exclude=[1])
-    assert [(p.episode.index, p.new) for p in report.episodes] == [(0, 0), (3, 1)]
-    assert "2 not selected" in str(report)
-    assert_same(originals / ("one" if name == "v2.1" else name), report)
-    assert open_dataset(root=report.out).read([0, LENGTHS[0]])["task"] == [TASKS[0], TASKS[3]]
-
-
-def test_frames_of_an_episode_that_was_not_asked_for_are_not_taken(broken):
-    _, fault, bad, message = LEFT_OUT["wrong place"]
-    root = broken("one", fault)
-    with pytest.raises(DatasetError, match=message):
-        repair_dataset(root, root.with_name("repaired"), episodes=bad)
-
-
-def test_frames_of_an_episode_that_is_left_out_are_not_taken(broken):
-    root = broken("one", LEFT_OUT["wrong place"][1], rows(action=set_rows(14, 15, [np.nan, 0.0])))
-    report = repair(root)
-    assert [plan.episode.index for plan in report.included] == [0, 3]
-    assert "NaN" in report.excluded[0].reason and "claims frames" in report.excluded[1].reason
-
-
-def test_a_file_is_not_copied_whole_for_an_episode_that_can_be_cut_out(broken):
-    root = broken("one", encode_again(bf="0", g="12", sc_threshold="0"))
-    assert "copied unchanged" in str(repair_dataset(root, root.with_name("all"), dry_run=True))
-    report = repair(root, episodes=[0])
-    assert "copied unchanged" not in str(report)
-    assert len(index_video(report.out / VIDEO)) == LENGTHS[0]
-
-
-def test_episodes_that_are_not_there(broken):
-    root = broken("one")
-    with pytest.raises(DatasetError, match=r"no episodes \[9\]"):
-        repair_dataset(root, root.with_name("repaired"), exclude=[9])
-    with pytest.raises(DatasetError, match="leave no episode"):
-        repair_dataset(root, root.with_name("repaired"), episodes=[1], exclude=[1])
-
-
 # --- the rules themselves
 
 
@@ -698,54 +397,3 @@ def test_frames_by_time(length, before, after, jitter, random):
     assert first_frame(times, wide, clock, 10) == (before, after == 0)
     if after:
         assert isinstance(first_frame(times, wide, clock * 2 + 0.2 * (length == 1) + 3, 10), str)
-
-
-# --- writing
-
-
-def test_nothing_is_written_over(broken, tmp_path):
-    root = broken("one")
-    for out in (root, root / "new", root.parent):
-        with pytest.raises(DatasetError, match="one folder is inside the other"):
-            repair_dataset(root, out)
-    (tmp_path / "full").mkdir()
-    (tmp_path / "full/notes.txt").write_text("mine")
-    with pytest.raises(DatasetError, match="not empty"):
-        repair_dataset(root, tmp_path / "full")
-
-
-def test_a_dry_run_writes_nothing(broken):
-    root = broken("one", lambda root: damage_frame(root / VIDEO, 16))
-    report = repair_dataset(root, root.with_name("repaired"), dry_run=True)
-    assert [plan.episode.index for plan in report.excluded] == [1]
-    assert "3 episodes would be kept" in str(report)
-    assert not root.with_name("repaired").exists()
-
-
-def test_killed_in_the_middle_it_leaves_no_dataset(broken):
-    root = broken("many")
-    out = root.with_name("repaired")
-    script = f"""
-import os, signal
-from flexor.data.repair.repair import repair_dataset
-repair_dataset({str(root)!r}, {str(out)!r}, progress=lambda done, total: os.kill(os.getpid(), signal.SIGKILL))
-"""
-    done = subprocess.run([sys.executable, "-c", script], check=False, timeout=LIMIT_S)
-    assert done.returncode == -signal.SIGKILL
-    assert any(out.rglob("*.mp4")) and not (out / "meta/info.json").exists()
-    with pytest.raises(DatasetError):
-        open_dataset(root=out)
-    with pytest.raises(DatasetError, match="an earlier write did not finish"):
-        repair_dataset(root, out)
-
-
-def test_command(broken, capsys):
-    root = broken("one", rows(action=set_rows(14, 15, [np.nan, 0.0])))
-    out = root.with_name("repaired")
-    assert cli.main(["data", "repair", str(root), str(out), "--exclude_episodes=3", "--quick", "--json"]) == 0
-    report = json.loads(capsys.readouterr().out)
-    assert [(e["episode"], e["new"]) for e in report["episodes"]] == [(0, 0), (1, None), (2, 1)]
-    assert report["check"]["ok"] and "NaN" in report["episodes"][1]["reason"]
-    assert cli.main(["data", "check", str(out)]) == 0
-    assert cli.main(["data", "repair", str(root), str(out)]) == 1
-    assert "not empty" in capsys.readouterr().err

@@ -23,7 +23,7 @@ import torch
 from flexor.plan.trace import cuda_on_meta as cuda
 from flexor.plan.trace.cuda_on_meta import CudaOnMeta
 from flexor.plan.trace.rehearsal import META
-from support import fake_cuda, selection
+from support import fake_cuda
 from support.fake_cuda import CASES, Recorder, Result, rehearse
 from support.limits import LIMIT_S
 from support.runs import SERVER
@@ -83,7 +83,6 @@ KEPT_MORE = {"vqbet fp16": [0, 2], "diffusion": [-400]}  # the noise schedule st
 @pytest.fixture(scope="module")
 def fake(tmp_path_factory) -> dict[str, Any]:
     """What fake CUDA tensors do, from a process of their own."""
-    selection.must_be_marked()
     file = tmp_path_factory.mktemp("fake") / "cuda.json"
     process = SERVER.Process(target=write_fake, args=(file,))
     process.start()

@@ -22,7 +22,7 @@ from flexor.core.log import setup_logging
 from flexor.train.ranks import watchdog as module
 from flexor.train.ranks.heartbeats import PREFIX, Activity, Heartbeat
 from flexor.train.ranks.watchdog import HUNG, Watchdog
-from support import environment, selection
+from support import environment
 from support.limits import FOREVER_S, LIMIT_S, wait_for
 from support.runs import SERVER
 
@@ -78,7 +78,6 @@ class Play:
     """Ranks in processes of their own that do a scene."""
 
     def __init__(self, folder: Path, scene: Scene, world_size: int):
-        selection.must_be_marked()
         self.folder = folder
         self.ranks = [
             SERVER.Process(target=become, args=(folder, rank, world_size, scene))

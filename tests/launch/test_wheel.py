@@ -7,9 +7,9 @@ from pathlib import Path, PurePosixPath
 
 import pytest
 
+import flexor
 from flexor import __version__
 from flexor.core.errors import ConfigError
-from flexor.launch.hf import wheel as wheels
 from flexor.launch.wheel import Wheel, constraints, flexor_wheel, read_wheel
 from support import environment
 from support.limits import LIMIT_S
@@ -55,7 +55,7 @@ def test_it_is_installed_and_runs(wheel, tmp_path):
         f"{tmp_path}/here/flexor/__init__.py",
         f"{tmp_path}/here/flexor_client/__init__.py",
     ]
-    ours = Path(wheels.__file__).parents[2]
+    ours = Path(flexor.__file__).parent
     data = [
         p.relative_to(ours) for p in ours.rglob("*") if p.suffix in (".json", ".css", ".js", ".yaml", ".toml")
     ]
