@@ -162,8 +162,8 @@ class LearnerLink:
             metadata = self._receive()
             if metadata.get("learner") != LEARNER_PROTOCOL:
                 raise RefusedError(
-                    f"{self.address.url} is no learner of this version: give the address of a run with --rl.serve.port, "
-                    "and install the flexor-client of its release."
+                    f"{self.address.url} is no learner of this version: give the address of a run with "
+                    "--rl.serve.port, and install the flexor-client of its release."
                 )
             self._enter()
             while not self._closing and not self.finished:

@@ -7,6 +7,7 @@ sent again is never learned from twice.
 
 from __future__ import annotations
 
+import itertools
 import logging
 import os
 import struct
@@ -64,7 +65,8 @@ class Spool:
         """The records after this number: at most so many, and so many bytes, but one at least if there is one."""
         with self._lock:
             records: list[bytes] = []
-            for place, length in list(self._pending)[number - self.acknowledged :][:most]:
+            first = number - self.acknowledged
+            for place, length in itertools.islice(self._pending, first, first + most):
                 record = self._memory[place] if self._file < 0 else os.pread(self._file, length, place)
                 if records and sum(map(len, records)) + len(record) > most_bytes:
                     break
@@ -72,13 +74,18 @@ class Spool:
             return records
 
     def acknowledge(self, number: int) -> None:
-        """Forget the records up to this number: the learner has them."""
+        """Forget the records up to this number: the learner has them.
+
+        It may have more than the spool, if a loss of power took the file's end: then numbers go on after the learner's.
+        """
         with self._lock:
             while self._pending and self.acknowledged < number:
                 place, _ = self._pending.popleft()
                 self._memory.pop(place, None)
                 self.acknowledged += 1
-            if self._file >= 0 and not self._pending and self._size > REWRITE_BYTES:
+            ahead = number > self.acknowledged
+            self.acknowledged = max(number, self.acknowledged)
+            if self._file >= 0 and not self._pending and (ahead or self._size > REWRITE_BYTES):
                 assert self.path is not None
                 self._begin(self.path)
 
@@ -105,7 +112,7 @@ class Spool:
         """A file without records. It replaces the last one in a single call."""
         temporary = path.with_name(f".{path.name}")
         temporary.write_bytes(HEADER.pack(MAGIC, bytes.fromhex(self.id), self.acknowledged))
-        os.replace(temporary, path)
+        temporary.replace(path)
         if self._file >= 0:
             os.close(self._file)
         self._file = os.open(path, os.O_RDWR)

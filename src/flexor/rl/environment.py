@@ -9,7 +9,7 @@ import gymnasium
 import numpy as np
 
 from flexor.config.schema import EnvConfig
-from flexor.core.batch import ACTION, ENV_STATE, STATE
+from flexor.core.batch import ACTION
 from flexor.core.errors import ConfigError
 from flexor.data.dataset import Dataset
 from flexor.evaluate.envs import make_env, observation_to_batch

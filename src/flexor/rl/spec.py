@@ -67,7 +67,10 @@ class EnvironmentSpec:
             raise ConfigError(f"shapes must be a map of 1 to {MOST_FEATURES} observations.")
         if not all(map(_is_shape, shapes.items())):
             raise ConfigError("shapes must be names such as observation.state, each with a list of sizes.")
-        if sum(math.prod(shape) * (1 if len(shape) == 3 else 4) for shape in shapes.values()) > LARGEST_OBSERVATION:
+        if (
+            sum(math.prod(shape) * (1 if len(shape) == 3 else 4) for shape in shapes.values())
+            > LARGEST_OBSERVATION
+        ):
             raise ConfigError(f"An observation may have at most {LARGEST_OBSERVATION:,} bytes.")
         if not isinstance(task, str) or len(task) > LONGEST_TASK:
             raise ConfigError(f"task must be text of at most {LONGEST_TASK} characters.")
@@ -78,7 +81,9 @@ class EnvironmentSpec:
             raise ConfigError("ranges must be a map of observations.")
         read = {name: _limits(pair, f"ranges of {name}") for name, pair in ranges.items()}
         if any([len(pair[0])] != shapes[name] for name, pair in read.items()):
-            raise ConfigError("ranges must have a lowest and a highest value of each number of an observation.")
+            raise ConfigError(
+                "ranges must have a lowest and a highest value of each number of an observation."
+            )
         return cls(shapes, low, high, read, float(fps), task)
 
 
