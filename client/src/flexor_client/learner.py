@@ -35,9 +35,9 @@ OnWeights = Callable[[int, "dict[str, np.ndarray]"], None]
 
 
 class LearnerLink:
-    """`actor`: its name, for people. `environment`: what it observes and does, see `wire.py`. `on_weights`: gets the
-    number of updates and the weights, in the link's thread, whenever there are new ones; None: the policy stays with
-    the learner, which sends actions. `timeout_s`: for one answer.
+    """`actor`: its name, for people. `environment`: what it observes and does, see `wire.py`. `has_policy`: it acts by
+    itself: set `on_weights`, which gets the number of updates and the weights, in the link's thread, whenever there are
+    new ones. Otherwise the learner sends actions. `timeout_s`: for one answer.
     """
 
     def __init__(
@@ -47,15 +47,17 @@ class LearnerLink:
         environment: Mapping[str, Any],
         spool: Spool,
         *,
-        on_weights: OnWeights | None = None,
+        has_policy: bool = False,
         timeout_s: float = 30.0,
     ):
-        self.address, self.spool, self.on_weights, self.timeout_s = address, spool, on_weights, timeout_s
+        self.address, self.spool, self.timeout_s = address, spool, timeout_s
+        self.on_weights: OnWeights | None = None
+        self._reply_bytes = WEIGHTS_BYTES if has_policy else REPLY_BYTES
         self._hello = {
             "protocol": LEARNER_PROTOCOL,
             "actor": actor,
             "id": spool.id,
-            "weights": on_weights is not None,
+            "weights": has_policy,
             "environment": dict(environment),
         }
         self._changed = threading.Condition()
@@ -156,8 +158,7 @@ class LearnerLink:
 
     def _talk(self) -> None:
         """A connection, from its first message to its last."""
-        reply_bytes = REPLY_BYTES if self.on_weights is None else WEIGHTS_BYTES
-        self._connection = self.address.connect(self.timeout_s, CLOSING_S, reply_bytes)
+        self._connection = self.address.connect(self.timeout_s, CLOSING_S, self._reply_bytes)
         try:
             metadata = self._receive()
             if metadata.get("learner") != LEARNER_PROTOCOL:
@@ -247,7 +248,7 @@ class LearnerLink:
         if isinstance(frame, str):
             raise RefusedError(f"{self.address.url} refused what this actor sent: {frame}")
         try:
-            return read_message(frame, REPLY_BYTES if self.on_weights is None else WEIGHTS_BYTES)
+            return read_message(frame, self._reply_bytes)
         except WireError as error:
             raise RefusedError(
                 f"{self.address.url} does not speak the protocol of learners: {error}"
