@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import socket
 import ssl
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -47,18 +47,22 @@ class Address:
         except OSError as error:
             raise ClientError(f"The certificate {self.certificate} can't be read: {error}") from error
 
-    def connect(self, timeout_s: float, closing_s: float, reply_bytes: int) -> ClientConnection:
-        """A connection, whose frames have at most so many bytes."""
+    def connect(
+        self, stack: ExitStack, timeout_s: float, closing_s: float, reply_bytes: int
+    ) -> ClientConnection:
+        """A connection that `stack` closes. Its frames have at most so many bytes."""
         try:
-            return connect(
-                self.url,
-                additional_headers={"Authorization": f"Api-Key {self.api_key}"} if self.api_key else None,
-                ssl=self.tls(),
-                compression=None,
-                max_size=reply_bytes,
-                open_timeout=timeout_s,
-                close_timeout=closing_s,
-                logger=_silent_logger(),
+            return stack.enter_context(
+                connect(
+                    self.url,
+                    additional_headers={"Authorization": f"Api-Key {self.api_key}"} if self.api_key else None,
+                    ssl=self.tls(),
+                    compression=None,
+                    max_size=reply_bytes,
+                    open_timeout=timeout_s,
+                    close_timeout=closing_s,
+                    logger=_silent_logger(),
+                )
             )
         except InvalidStatus as error:
             raise self._refusal(error) from error

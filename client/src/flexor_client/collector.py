@@ -98,7 +98,8 @@ class Collector:
         """
         self._first, self._in_episode = self._checked(observation), True
         self._last = None if position is None else np.asarray(position, np.float32)
-        self.link.wait(lambda: self.link.connected or self.link.finished, self.lost_after_s)
+        link = self.link
+        link.wait(lambda: link.connected or link.finished or link.lost is not None, self.lost_after_s)
         behind = int(self.link.welcome.get("max_lag", 0))
         while self.link.connected and not self.finished and self.link.behind > behind:
             self.link.wait(lambda: self.link.behind <= behind or not self.link.connected, WAIT_S)

@@ -10,6 +10,7 @@ import logging
 import threading
 import time
 from collections.abc import Mapping
+from contextlib import ExitStack
 from typing import Any, Callable
 
 import msgpack
@@ -124,9 +125,8 @@ class LearnerLink:
         with self._changed:
             self._closing = True
             self._changed.notify_all()
-        connection = self._connection
-        if connection is not None:
-            abort(connection)
+        if self._connection is not None:
+            abort(self._connection)
         self._thread.join(self.timeout_s)
         self.spool.close()
 
@@ -158,8 +158,11 @@ class LearnerLink:
 
     def _talk(self) -> None:
         """A connection, from its first message to its last."""
-        self._connection = self.address.connect(self.timeout_s, CLOSING_S, self._reply_bytes)
-        try:
+        with ExitStack() as stack:
+            self._connection = connection = self.address.connect(
+                stack, self.timeout_s, CLOSING_S, self._reply_bytes
+            )
+            stack.callback(abort, connection)
             metadata = self._receive()
             if metadata.get("learner") != LEARNER_PROTOCOL:
                 raise RefusedError(
@@ -169,11 +172,6 @@ class LearnerLink:
             self._enter()
             while not self._closing and not self.finished:
                 self._exchange()
-        finally:
-            connection, self._connection = self._connection, None
-            if connection is not None:
-                abort(connection)
-                connection.close()
 
     def _enter(self) -> None:
         """Say who this is, until the learner has begun."""

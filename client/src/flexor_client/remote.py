@@ -156,8 +156,7 @@ class RemotePolicy:
         """The connection; the server's metadata came with it."""
         if self._connection is not None:
             return self._connection
-        opened = self._address.connect(self.timeout_s, CLOSING_S, REPLY_BYTES)
-        self._connection = self._stack.enter_context(opened)
+        self._connection = self._address.connect(self._stack, self.timeout_s, CLOSING_S, REPLY_BYTES)
         self._accept_metadata(self._receive(self._connection, read_metadata))
         return self._connection
 

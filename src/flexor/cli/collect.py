@@ -8,7 +8,6 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from flexor.cli.flags import dashed
 from flexor.cli.serve import KEY
 from flexor.core.console import print_result
 from flexor.core.errors import ConfigError
@@ -21,8 +20,8 @@ def parser() -> OptionParser:
     flags = OptionParser(
         prog="flexor collect",
         description="Act in an environment (--env.type=..., --env.kwargs=...) with the policy of a learner on another "
-        "machine: `flexor train --policy.type=sac --rl.serve.port=...`. The policy runs here and gets new weights while "
-        "it acts; the learner gets every step. While the learner is gone, steps are kept on the disk.",
+        "machine: `flexor train --policy.type=sac --rl.serve.port=...`. The policy runs here and gets new weights "
+        "while it acts; the learner gets every step. While the learner is gone, steps are kept on the disk.",
     )
     add = flags.add_argument
     add("learner", metavar="URL", help="address of the learner: ws://HOST:PORT, or wss:// with TLS")
@@ -52,7 +51,7 @@ def parser() -> OptionParser:
 
 
 def run(arguments: list[str]) -> int:
-    parsed, more = parser().parse_known_args(dashed(arguments))
+    parsed, more = parser().parse_known_args(arguments)
     settings = _settings(more)
     from flexor.config.rl import RLConfig
     from flexor.config.schema import EnvConfig
@@ -74,7 +73,7 @@ def run(arguments: list[str]) -> int:
     actor = ActorSettings(learner, parsed.actor, spool, str(find_device(parsed.device)))
     result = collect(actor, env, rl)
     text = f"{result.steps} steps, {result.episodes} episodes, {result.successes} successes"
-    if result.pending:
+    if result.pending and not result.finished:
         text += (
             f"; {result.pending} steps are in {spool}, and are handed over when this actor is started again"
         )
@@ -84,13 +83,13 @@ def run(arguments: list[str]) -> int:
 
 def _settings(words: list[str]) -> dict[str, Any]:
     from flexor.config.parse import code_in, nest, parse_flags
-    from flexor.core.trust import require_trust
+    from flexor.core.trust import trust
 
     flags = parse_flags(words)
     for name in flags:
         if name.partition(".")[0] not in GROUPS:
             raise ConfigError(f"Unknown setting --{name}. Settings of an actor begin with --env. or --rl.")
-    require_trust(code_in(flags), None)
+    trust(code_in(flags))
     return nest(flags)
 
 

@@ -13,6 +13,7 @@ import torch
 
 from flexor.core.batch import ACTION
 from flexor.core.errors import FlexorError
+from flexor.core.log import warn_once
 from flexor.core.rng import Noise
 from flexor.policies.pretrained import Pretrained
 from flexor.policies.processing.pipeline import ACTING
@@ -50,7 +51,11 @@ class PublishedWeights:
         state = unique_state(self.policy)
         # also on the CPU it must be a copy: the learner changes its weights in place
         tensors = {name: state[name].cpu().numpy().copy() for name in self.trained}
-        self.newest, self.due = ActorWeights(update, tensors), now + self.every_s
+        self.due = now + self.every_s
+        if all(np.isfinite(tensor).all() for tensor in tensors.values()):
+            self.newest = ActorWeights(update, tensors)
+        else:
+            warn_once("weights that are not finite are not sent to actors: they act with the last good ones")
 
 
 class ActingPolicy:
