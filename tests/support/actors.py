@@ -24,7 +24,7 @@ from flexor.rl.spec import EnvironmentSpec
 from flexor.serve import background
 from flexor.serve.settings import ServeSettings
 from flexor_client import Collector
-from support.limits import LIMIT_S, wait_for
+from support.limits import LIMIT_S
 
 STATE, IMAGE = "observation.state", "observation.images.top"
 SPEC = EnvironmentSpec(
@@ -124,13 +124,3 @@ def transitions(records: np.ndarray) -> list[tuple[float, ...]]:
         for before, step in pairs
         if step["is_step"]
     ]
-
-
-def wait_until_recorded(file: Path, size: int, process: Any = None) -> None:
-    """Until a record file has so many bytes, or its process has ended."""
-    wait_for(
-        lambda: (
-            (file.exists() and file.stat().st_size >= size)
-            or (process is not None and process.poll() is not None)
-        )
-    )

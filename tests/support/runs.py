@@ -61,6 +61,8 @@ SERVER.set_forkserver_preload(
         "flexor.cli.launch",
         *(f"flexor.policies.{name}.policy" for name in FOLDERS),
         "flexor.train.loop",
+        "flexor.rl.actor",
+        "flexor.rl.run",
         "flexor.evaluate.report",
         "flexor.plan.preflight",
         "flexor.config.help",

@@ -28,7 +28,7 @@ log = logging.getLogger("flexor_client")
 
 MOST_RECORDS, MOST_BYTES = 32, 4 * 2**20  # of a message
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.1, 2.0  # between two tries to connect
-POLL_S = 0.25  # between two messages, if there is nothing to hand over
+POLL_S = 0.1  # between two messages, if there is nothing to hand over
 CLOSING_S = 1.0
 WEIGHTS_BYTES = 2**30  # of a reply with weights
 

@@ -37,6 +37,13 @@ def parser() -> OptionParser:
         metavar="FOLDER",
         help="folder for steps that the learner does not have yet, one for each actor (default: runs/actors/NAME)",
     )
+    add(
+        "--wait",
+        choices=("episode", "step"),
+        default="episode",
+        help="wait for a learner that has more than its rl.serve.max_lag steps still to learn from: before an episode "
+        "(default), or before any step, for a simulator that is faster than the learner",
+    )
     add("--device", default="cpu", help="cpu, cuda, cuda:1 or mps, where the policy acts (default: cpu)")
     add("--api-key", metavar="KEY", help=f"API key of the learner; safer in the environment variable {KEY}")
     add(
@@ -70,7 +77,7 @@ def run(arguments: list[str]) -> int:
     key = parsed.api_key or os.environ.get(KEY) or None
     learner = ServerAddress(parsed.learner, key, parsed.certificate, parsed.jpeg)
     spool = parsed.spool or Path("runs") / "actors" / _as_folder(parsed.actor)
-    actor = ActorSettings(learner, parsed.actor, spool, str(find_device(parsed.device)))
+    actor = ActorSettings(learner, parsed.actor, spool, str(find_device(parsed.device)), parsed.wait)
     result = collect(actor, env, rl)
     text = f"{result.steps} steps, {result.episodes} episodes, {result.successes} successes"
     if result.pending and not result.finished:

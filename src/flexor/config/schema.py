@@ -40,6 +40,7 @@ GROUPS = (
     "wandb",
     "trackio",
     "rl",
+    "rl.serve",
 )
 
 

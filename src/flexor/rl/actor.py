@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import closing
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -33,6 +34,7 @@ from flexor_client.jpeg import encode_jpeg
 from flexor_client.learner import LearnerLink
 from flexor_client.spool import Spool
 
+Wait = Literal["episode", "step"]
 WAIT_S = 0.2  # between two looks at signals
 HAND_OVER_S = 5.0  # at the end
 
@@ -45,6 +47,8 @@ class ActorSettings:
     name: str
     spool: Path
     device: str = "cpu"
+    wait: Wait = "episode"
+    """Before what it waits for a learner that lags: an episode, or every step, as a simulator can."""
 
 
 @dataclass
@@ -77,7 +81,7 @@ def collect(settings: ActorSettings, env: EnvConfig, rl: RLConfig) -> ActorResul
                 link.on_weights = acting.offer
                 intervener = make_intervener(rl.intervener, opened)
                 collector = Collector(opened, acting, intervener, layout, key_of(spool.id))
-                _act(link, collector, stop, result, settings.learner.jpeg)
+                _act(link, collector, stop, result, settings)
         finally:
             link.close(HAND_OVER_S)
             result.pending, result.finished = link.pending, link.finished
@@ -104,36 +108,54 @@ def _policy(
     return acting, record_type(config.observed, len(spec.low))
 
 
+class Pace:
+    """When an actor goes on."""
+
+    def __init__(self, link: LearnerLink, stop: StopSignal):
+        self.link, self.stop, self.max_lag = link, stop, int(link.welcome["max_lag"])
+
+    def is_over(self) -> bool:
+        return self.stop.signal is not None or self.link.finished
+
+    def wait_for(self, condition: Callable[[], bool]) -> None:
+        while not self.is_over() and not self.link.wait(lambda: condition() or self.link.finished, WAIT_S):
+            pass
+
+    def wait_for_learner(self) -> None:
+        """A learner that is there gets time to catch up; without one, an actor goes on."""
+        link = self.link
+        self.wait_for(lambda: not link.connected or link.behind + link.pending <= self.max_lag)
+
+
 def _act(
-    link: LearnerLink, collector: Collector, stop: StopSignal, result: ActorResult, jpeg: int | None
+    link: LearnerLink, collector: Collector, stop: StopSignal, result: ActorResult, settings: ActorSettings
 ) -> None:
     """Episode after episode. It goes on while the learner is gone, with the weights that are here."""
-    max_lag, actor = int(link.welcome["max_lag"]), int(link.welcome["actor"])
-
-    def over() -> bool:
-        return stop.signal is not None or link.finished
-
-    while not over() and not link.wait(lambda: link.weights_update >= 0 or link.finished, WAIT_S):
-        pass
-    while not over():
-        # a learner that is there gets time to catch up between two episodes
-        while not over() and link.connected and link.behind + link.pending > max_lag:
-            link.wait(lambda: link.behind + link.pending <= max_lag or not link.connected, WAIT_S)
+    pace, actor, jpeg = Pace(link, stop), int(link.welcome["actor"]), settings.learner.jpeg
+    pace.wait_for(lambda: link.weights_update >= 0)
+    while not pace.is_over():
+        pace.wait_for_learner()
         number = link.spool.last + 1  # another one in each episode of this spool
         link.add(_message(collector.begin(number), jpeg))
-        while not over() and not collector.episode.ended:
+        while not pace.is_over() and not collector.episode.ended:
+            if settings.wait == "step":
+                pace.wait_for_learner()
             record = collector.step(link.spool.last + 1, collector.policy.update, actor)
             link.add(_message(record, jpeg))
             result.steps += 1
-        episode = collector.episode
-        if episode.ended:
-            result.episodes += 1
-            result.successes += episode.success
-            log.info(
-                "episode %d  return %.4g  steps %d%s  weights of update %d%s",
-                *(result.episodes, episode.return_, episode.steps, "  success" if episode.success else ""),
-                *(collector.policy.update, f"  not handed over: {link.pending}" if link.pending else ""),
-            )
+        if collector.episode.ended:
+            _report(collector, link, result)
+
+
+def _report(collector: Collector, link: LearnerLink, result: ActorResult) -> None:
+    episode = collector.episode
+    result.episodes += 1
+    result.successes += episode.success
+    log.info(
+        "episode %d  return %.4g  steps %d%s  weights of update %d%s",
+        *(result.episodes, episode.return_, episode.steps, "  success" if episode.success else ""),
+        *(collector.policy.update, f"  not handed over: {link.pending}" if link.pending else ""),
+    )
 
 
 def _message(record: np.ndarray, jpeg: int | None) -> dict[str, Any]:
