@@ -3,8 +3,8 @@
     python benchmarks/kill_actors.py [--kills 20] [--steps 120] [--seed 0]
 
 No transition may be lost but the one in flight: each actor's records are in the file once, without a gap, and what a
-robot did is what was recorded. Another learner that gets nothing but these records must come to the same weights, bit by
-bit. The first difference ends the program with an error. Prints a line of JSON for each.
+robot did is what was recorded. Another learner that gets nothing but these records must come to the same weights, bit
+by bit. The first difference ends the program with an error. Prints a line of JSON for each.
 """
 
 from __future__ import annotations

@@ -193,6 +193,7 @@ def _learn(parts: OnlineRun, stop: StopSignal) -> TrainResult:
     parts.run.forget_metrics_after(buffer.transitions)
     figures: Figures | None = None
     last: Path | None = checkpoint.newest(parts.run.checkpoints)
+    saved = -1 if last is None else int(last.name)
     with Trackers(config, parts.run.folder, name) as trackers:
         progress = RunProgress(trackers, config.steps, buffer.transitions, _samples(learner))
         stop.stepping = True
@@ -211,9 +212,10 @@ def _learn(parts: OnlineRun, stop: StopSignal) -> TrainResult:
                     progress.log(step, evaluate(parts))
             due = stepped and config.save_freq > 0 and step % config.save_freq == 0
             stopping = stop.signal is not None and step > 0
-            if config.save_checkpoint and (due or step == config.steps or stopping):
+            if config.save_checkpoint and step != saved and (due or step == config.steps or stopping):
                 file.flush()
                 last = save_checkpoint(parts.run, config, learner, parts.pretrained, buffer.count)
+                saved = step
             if stop.signal is not None and step < config.steps:
                 raise stop_error(stop.signal, step, last, parts.run, log=True)
         metrics = progress.newest
