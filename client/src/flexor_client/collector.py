@@ -124,9 +124,9 @@ class Collector:
         """
         if not self._in_episode:
             raise ClientError("An episode begins with `begin`.")
-        seen = self._checked(observation)
+        observed = self._checked(observation)
         if action is None:  # what follows begins with what it sees now: nothing is known of the time between
-            self._first, self._in_episode = seen, not (terminated or truncated)
+            self._first, self._in_episode = observed, not (terminated or truncated)
             return self._ask() if self._in_episode else None
         if self._first is not None:
             self._add(self._first, is_step=False)
@@ -134,7 +134,7 @@ class Collector:
         outcome = {"reward": float(reward), "penalty": float(penalty)}
         flags = {"terminated": terminated, "truncated": truncated, "success": success}
         flags = {name: bool(flag) for name, flag in {**flags, "intervention": intervention}.items()}
-        number = self._add(seen, is_step=True, action=self._executed(action), **outcome, **flags)
+        number = self._add(observed, is_step=True, action=self._executed(action), **outcome, **flags)
         self._in_episode = not (terminated or truncated)
         return self._answer(number) if self._in_episode else None
 
