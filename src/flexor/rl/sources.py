@@ -138,7 +138,8 @@ class ActorSource:
             self._count(record)
             if record["is_step"][0]:
                 self.intake.learned = self.learner.buffer.transitions
-                self.weights_age = float(self.learner.updates) - float(record["update"][0])
+                # a learner that was resumed may be behind the weights that act
+                self.weights_age = max(0.0, float(self.learner.updates) - float(record["update"][0]))
                 return True
         return False
 
