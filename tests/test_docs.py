@@ -27,6 +27,7 @@ import pytest
 import torch
 
 from flexor.cli import main as cli
+from flexor.cli.collect import parser as collect_flags
 from flexor.cli.plan import parser as plan_flags
 from flexor.cli.serve import parser as serve_flags
 from flexor.cli.ui import parser as ui_flags
@@ -208,6 +209,10 @@ def test_other_commands_parse(page, tmp_path, monkeypatch):
             assert cli.main([verb, *words]) == 0
         elif verb == "serve":
             assert all(word.startswith("--policy.") for word in serve_flags().parse_known_args(words)[1])
+        elif verb == "collect":
+            assert all(
+                word.startswith(("--env.", "--rl.")) for word in collect_flags().parse_known_args(words)[1]
+            )
         elif verb == "export":
             assert "--records=data/collected" in words
         elif verb == "demo":

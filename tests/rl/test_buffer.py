@@ -64,6 +64,43 @@ def test_every_transition_that_can_be_drawn_is_one_step_of_one_episode(capacity,
         assert {*step["action"][:, 0].tolist()} == {*stored[steps].tolist()}, f"after step {number}"
 
 
+@pytest.mark.parametrize("capacity", [7, 20, 61])
+def test_actors_take_turns_and_every_next_state_is_of_the_same_actor(capacity):
+    """Three actors of different speeds: each transition that can be drawn is one step of one of them, and none whose
+    records are both in the ring is missing."""
+    rng, replay = np.random.default_rng(capacity), buffer(capacity)
+    pending = []
+    for actor in range(3):
+        records = episodes([4, 9, 2, 6, 5], interventions={*range(0, 26, 3)})
+        records["actor"], records["observation.state"][:, 0] = (
+            actor,
+            records["observation.state"][:, 0] + 100 * actor,
+        )
+        pending.append(list(records))
+    stored = []
+    while any(pending):
+        actor = rng.choice(3, p=[0.6, 0.3, 0.1])
+        if pending[actor]:
+            stored.append(pending[actor].pop(0))
+            replay.extend(np.array(stored[-1:], LAYOUT))
+        expected = expected_transitions(stored, capacity)
+        assert replay.collected.count == len(expected)
+        if expected:
+            before, after, _ = draw(replay, 400)
+            assert {(*b, *a) for b, a in zip(before.tolist(), after.tolist())} == expected
+    assert replay.transitions == 78
+
+
+def expected_transitions(stored: list, capacity: int) -> set:
+    last, transitions = {}, set()
+    for number, record in enumerate(stored):
+        before = last.get(int(record["actor"]))
+        if record["is_step"] and before is not None and before[0] >= len(stored) - capacity:
+            transitions.add((*before[1], *record["observation.state"].tolist()))
+        last[int(record["actor"])] = number, record["observation.state"].tolist()
+    return transitions
+
+
 def test_an_end_in_time_is_no_end_of_the_task():
     replay = buffer(50)
     replay.extend(episodes([3, 3]))

@@ -14,7 +14,7 @@ import pytest
 from websockets.exceptions import ConnectionClosed, ConnectionClosedError
 
 from flexor.core.errors import ConfigError
-from flexor.serve import clients, connections, rate_limit
+from flexor.serve import clients, listener, rate_limit
 from flexor.serve.predictor import Predictor
 from flexor.serve.server import bind
 from flexor_client.jpeg import encode_jpeg
@@ -304,7 +304,7 @@ def test_a_slow_model_is_tried_again():
 
 def test_connections_are_kept_alive_while_the_model_is_busy(monkeypatch):
     """As long as it compiles, pings of both sides are answered."""
-    monkeypatch.setattr(connections, "serve", functools.partial(_serve_patiently, connections.serve))
+    monkeypatch.setattr(listener, "serve", functools.partial(_serve_patiently, listener.serve))
     go = threading.Event()
     go.set()
     policy = numbers(lambda size: (go.wait(LIMIT_S), None)[1])

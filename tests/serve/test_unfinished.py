@@ -11,7 +11,7 @@ from websockets.exceptions import ConnectionClosed
 from websockets.frames import Frame
 from websockets.server import ServerProtocol
 
-from flexor.serve import connections, rate_limit
+from flexor.serve import listener, rate_limit
 from flexor.serve.unfinished import FRAMES_PER_S, UnfinishedMessages
 from flexor_client.wire import pack, unpack
 from support.limits import LIMIT_S, wait_for
@@ -113,7 +113,7 @@ def no_time_passes(monkeypatch):
 
 def test_fragments_of_nothing_end(monkeypatch, no_time_passes):
     """A message of empty fragments would never reach a limit in bytes."""
-    monkeypatch.setattr(connections, "CLOSING_S", 0.2)
+    monkeypatch.setattr(listener, "CLOSING_S", 0.2)
     with (
         serving(numbers(), frame_bytes=FRAME) as (url, _),
         RawClient(url, close_timeout=0.2) as robot,
@@ -137,7 +137,7 @@ def test_fragments_of_nothing_end(monkeypatch, no_time_passes):
 )
 def test_a_flood_of_small_frames_is_not_read(flood, monkeypatch, no_time_passes, caplog):
     """Each takes the event loop longer than its bytes suggest, and all robots with it."""
-    monkeypatch.setattr(connections, "CLOSING_S", 0.2)
+    monkeypatch.setattr(listener, "CLOSING_S", 0.2)
     received: list[int] = []
     with serving(numbers(), frame_bytes=FRAME) as (url, server), RawClient(url) as robot:
         count_frames(monkeypatch, received)

@@ -73,6 +73,7 @@ SERVER.set_forkserver_preload(
         "flexor.cli.launch",
         *(f"flexor.policies.{name}.policy" for name in FOLDERS),
         "flexor.train.loop",
+        "flexor.rl.actor",
         "flexor.rl.run",
         "flexor.evaluate.report",
         "flexor.plan.preflight",

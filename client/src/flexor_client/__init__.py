@@ -1,5 +1,6 @@
 """The robot's side of a policy that Flexor serves. Nothing here needs torch."""
 
+from flexor_client.collector import Collector
 from flexor_client.errors import ClientError, ExpiredError, LimitError, RefusedError, ServerLostError
 from flexor_client.limits import ActionLimits
 from flexor_client.players import ChunkPlayer, RealTimePlayer
@@ -11,6 +12,7 @@ __all__ = [
     "ActionLimits",
     "ChunkPlayer",
     "ClientError",
+    "Collector",
     "DriveReport",
     "ExpiredError",
     "LimitError",

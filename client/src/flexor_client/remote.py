@@ -3,21 +3,20 @@
 from __future__ import annotations
 
 import logging
-import socket
-import ssl
 import threading
 import time
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from concurrent.futures import TimeoutError as TookTooLong
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, Callable
 
 import numpy as np
-from websockets.exceptions import ConnectionClosed, InvalidStatus, InvalidURI, WebSocketException
-from websockets.sync.client import ClientConnection, connect
+from websockets.exceptions import ConnectionClosed, WebSocketException
+from websockets.sync.client import ClientConnection
 
+from flexor_client.address import Address, abort
 from flexor_client.errors import ClientError, ExpiredError, RefusedError, ServerLostError, WireError
 from flexor_client.jpeg import encode_jpeg
 from flexor_client.replies import REPLY_BYTES, read_metadata, read_result, stable_fields
@@ -52,19 +51,12 @@ class RemotePolicy:
         clock: Callable[[], float] = time.monotonic,
         sleep: Callable[[float], None] = time.sleep,
     ):
-        if not url.startswith(("ws://", "wss://")):
-            raise ClientError(
-                f"{url!r} is not the address of a policy server: give ws://HOST:PORT or wss://HOST:PORT."
-            )
+        self._address = Address(url, api_key, certificate)
         if jpeg is not None and not 1 <= jpeg <= 100:
             raise ClientError(
                 f"jpeg={jpeg}: give a quality from 1 to 100, or None to send images as they are."
             )
-        if api_key is not None and not (api_key.isascii() and api_key.isprintable()):
-            raise ClientError("The API key must be ASCII text without line breaks.")
         self.url, self.jpeg, self.timeout_s, self.reconnect_s = url, jpeg, timeout_s, reconnect_s
-        self._headers = {"Authorization": f"Api-Key {api_key}"} if api_key else None
-        self._tls = _tls(url, certificate)
         self._clock, self._sleep = clock, sleep
         self._lock = threading.Lock()
         self._sender = ThreadPoolExecutor(1, "flexor_client")
@@ -164,42 +156,9 @@ class RemotePolicy:
         """The connection; the server's metadata came with it."""
         if self._connection is not None:
             return self._connection
-        try:
-            self._connection = self._stack.enter_context(
-                connect(
-                    self.url,
-                    additional_headers=self._headers,
-                    ssl=self._tls,
-                    compression=None,
-                    max_size=REPLY_BYTES,
-                    open_timeout=self.timeout_s,
-                    close_timeout=CLOSING_S,
-                    logger=_silent_logger(),
-                )
-            )
-        except InvalidStatus as error:
-            raise self._refusal(error) from error
-        except InvalidURI as error:
-            raise ClientError(f"{self.url} is not an address: {error}") from error
-        except ssl.SSLCertVerificationError as error:
-            raise RefusedError(
-                f"{self.url}: the server's certificate is not trusted ({error.verify_message}). If it is the server's "
-                "own, give its file with certificate=..."
-            ) from error
-        except Exception as error:  # of the network, or of a handshake that is none: there are many types
-            raise ServerLostError(f"{self.url} can't be reached: {error or type(error).__name__}.") from error
+        self._connection = self._address.connect(self._stack, self.timeout_s, CLOSING_S, REPLY_BYTES)
         self._accept_metadata(self._receive(self._connection, read_metadata))
         return self._connection
-
-    def _refusal(self, error: InvalidStatus) -> ClientError:
-        status = error.response.status_code
-        reason = (error.response.body or b"")[:200].decode(errors="replace").strip()
-        message = f"{self.url} refused the connection with status {status}"
-        if status == 401:
-            return RefusedError(f"{message}: the key is missing or wrong.")
-        if status in (403, 421):  # it will not change its mind
-            return RefusedError(f"{message}: {reason or 'the key is missing or wrong.'}")
-        return ServerLostError(f"{message}: {reason or 'is it a policy server?'}")
 
     def _accept_metadata(self, metadata: dict[str, Any]) -> None:
         """Take note of what the server says of its policy, which must be the one that the robot began with."""
@@ -235,7 +194,7 @@ class RemotePolicy:
             raise ServerLostError(f"{self.url} is lost: {error}.") from error
         finally:
             if not sending.done():  # also if the user ends it
-                _abort(connection)
+                abort(connection)
 
     def _receive(
         self, connection: ClientConnection, read: Callable[[bytes], dict[str, Any]]
@@ -268,29 +227,5 @@ class RemotePolicy:
         closing.start()
         closing.join(2 * CLOSING_S)
         if closing.is_alive():
-            _abort(connection)
+            abort(connection)
             closing.join(CLOSING_S)
-
-
-def _silent_logger() -> logging.Logger:
-    """The library's log lines: it would print a traceback for what a server does; here it is a ClientError."""
-    logger = logging.getLogger("flexor_client.websockets")
-    logger.setLevel(logging.CRITICAL)
-    return logger
-
-
-def _abort(connection: ClientConnection) -> None:
-    """End a connection at once, and whatever thread is sending or receiving."""
-    with suppress(OSError):
-        connection.socket.shutdown(socket.SHUT_RDWR)
-
-
-def _tls(url: str, certificate: str | Path | None) -> ssl.SSLContext | None:
-    if not url.startswith("wss://"):
-        if certificate is not None:
-            raise ClientError(f"{url} is without TLS, so its certificate can't be checked: use wss://.")
-        return None
-    try:
-        return ssl.create_default_context(cafile=None if certificate is None else str(certificate))
-    except OSError as error:
-        raise ClientError(f"The certificate {certificate} can't be read: {error}") from error

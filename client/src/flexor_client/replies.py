@@ -96,7 +96,7 @@ STABLE = ("actions", "action_steps", "observation_steps", "reply", "continues_ch
 
 def read_metadata(frame: bytes) -> dict[str, Any]:
     """The metadata in a server's first frame; WireError if it can't be used."""
-    metadata = _message(frame, REPLY_BYTES)
+    metadata = read_message(frame, REPLY_BYTES)
     from_flexor = _is_from_flexor(metadata)
     version = metadata.get("protocol")
     if from_flexor and (type(version) is not int or version != PROTOCOL):
@@ -127,7 +127,7 @@ def _is_from_flexor(metadata: Mapping[str, Any]) -> bool:
 def read_result(frame: bytes, metadata: Mapping[str, Any]) -> dict[str, Any]:
     """A server's answer to an observation: `actions` that can be used, or `expired`; WireError if it can't be used."""
     size = metadata.get("actions")
-    result = _message(frame, REPLY_BYTES if size is None else 8 * size[0] * size[1] + EXTRA_BYTES)
+    result = read_message(frame, REPLY_BYTES if size is None else 8 * size[0] * size[1] + EXTRA_BYTES)
     if "expired" in result:
         expired = result["expired"]
         if not isinstance(expired, dict) or not all(map(_is_number, expired.values())):
@@ -152,7 +152,7 @@ def _check_actions(actions: Any, size: list[int] | None) -> None:
         raise WireError("actions are not finite: the policy's weights or its statistics are broken")
 
 
-def _message(frame: bytes, most: int) -> dict[str, Any]:
+def read_message(frame: bytes, most: int) -> dict[str, Any]:
     message = _printable(unpack(frame, Limits(frame_bytes=most)))
     if not isinstance(message, dict):
         raise WireError(f"a {type(message).__name__} instead of a map")

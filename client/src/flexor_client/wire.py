@@ -62,6 +62,25 @@ The key `flexor` (all of it optional; openpi's clients don't send it) is a map:
   connection stays open and the session is as before, except that a history may have this observation
 
 A text frame means that the observation could not be used; it says what is wrong with it.
+
+**A learner** (`flexor train --rl.serve.port=...`) speaks another protocol on the same connections: metadata with
+`learner` (1), then messages of an actor, each with one answer.
+
+- `hello`: {"protocol", "actor": its name, "id": 32 hexadecimal digits of its spool, "weights": whether the policy acts
+  at the actor's, "environment"}. `environment`: {"shapes": {"observation.state": [3], "observation.images.top":
+  [C, H, W]}, "low": [A], "high": [A] of actions, "ranges": {name: [low, high]} of observations, where known, "fps",
+  "task"}. The answer is {"starting": True}, then hello is to be sent again; or {"received": the last record of this id,
+  "policy": its settings, "seed", "actor": its number, "max_lag"}
+- `records`: a list, and `first`, the number of the first of them. A record: {"is_step", "terminated", "truncated",
+  "intervention", "success": booleans, "reward", "penalty": numbers, "update": the updates of the weights that acted,
+  "action": [A], "observation": {name: value}}; values as above. The first record of an episode has `is_step` false and
+  an observation only; the others have the observation after their step. The answer: {"received", "behind": steps that
+  are not learned from yet, "update": that of the newest weights, "finished": whether the run is over, "action": [A] for
+  the last observation, if the policy is with the learner and the episode goes on}. What is `received` is in the
+  learner's file. A record with a number that it has is left out; after a gap, so is the rest of the episode
+- `status`: True. The same answer, without an action
+- `weights`: the updates of those that the actor has, or -1. The answer: {"update", "weights": {name: array}}, those
+  that have changed
 """
 
 from __future__ import annotations
@@ -75,7 +94,7 @@ import numpy as np
 
 from flexor_client.errors import WireError
 
-PROTOCOL = 1
+PROTOCOL = LEARNER_PROTOCOL = 1
 OPTIONS = "flexor"  # the key of Flexor's own fields, in observations and results
 # Numbers of the kinds b i u f, in the sizes that every machine has.
 DTYPE = re.compile(r"[<>|=]?(?:b1|[iu][1248]|f[248])\Z")

@@ -29,6 +29,7 @@ VERBS = {
     "report": "write one HTML page about runs: curves, plan against reality, differences of settings, videos",
     "diagnose": "find what limits the speed of a run (data, launches, GPU, ...), and which change helps most",
     "eval": "run episodes with a trained policy, or compare its predictions with recorded ones",
+    "collect": "act in an environment with a policy that learns on another machine",
     "serve": "serve a trained policy to robots over the network",
     "export": "write the policy of a checkpoint to one file, even if several processes saved it in parts",
     "push": "push the policy of a run, and optionally its checkpoints, to the Hugging Face Hub",

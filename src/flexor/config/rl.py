@@ -2,13 +2,34 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
 from flexor.core.typed import setting
 from flexor.policies.sac.settings import SACSettings
 
 CAPACITY = {"hilserl": 200_000, "lerobot": 100_000}
+
+
+@dataclass(frozen=True)
+class RLServeConfig:
+    """The learner's port for actors on the network. Its key is in the environment variable FLEXOR_API_KEY."""
+
+    port: int | None = setting(None, at_least=0, less_than=2**16)
+    """Learn from actors on the network, which connect to this port; 0 takes any free one. Default: act here, in
+    env.type."""
+    host: str = "127.0.0.1"
+    """Address to listen on; 0.0.0.0 for all."""
+    tls_cert: str | None = None
+    """Certificate (PEM), for wss://."""
+    tls_key: str | None = None
+    """Its private key (PEM)."""
+    allow_hosts: list[str] = field(default_factory=list)
+    """Other names, such as one in DNS, by which actors may address this machine."""
+    weights_s: float = setting(1.0, at_least=0)
+    """Seconds between two sets of weights that actors get, at least."""
+    max_lag: int = setting(200, at_least=0)
+    """Actors wait at the start of an episode while the learner has more steps than this still to learn from."""
 
 
 @dataclass(frozen=True)
@@ -36,6 +57,8 @@ class RLConfig(SACSettings):
     """Who takes over while the policy acts: nobody, or the expert of the built-in task."""
     image_shift: int = setting(4, at_least=0)
     """Images of a batch are shifted at random by up to this many pixels; 0: not at all."""
+
+    serve: RLServeConfig = setting(RLServeConfig, may_change=True)
 
     @property
     def observations(self) -> int:

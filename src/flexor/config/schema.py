@@ -40,6 +40,7 @@ GROUPS = (
     "wandb",
     "trackio",
     "rl",
+    "rl.serve",
 )
 
 
@@ -342,10 +343,10 @@ def validate(config: TrainConfig) -> None:
 
 def _validate_online(config: TrainConfig) -> None:
     config.rl.check_algorithm()
-    if config.env.type is None:
+    if config.env.type is None and config.rl.serve.port is None:
         raise ConfigError(
-            f"policy.type={config.policy.type} learns while it acts: say where with --env.type=place, or any "
-            "gymnasium id. A dataset is optional: its episodes are demonstrations."
+            f"policy.type={config.policy.type} learns while it acts: say where with --env.type=place (or any gymnasium "
+            "id), or let actors connect with --rl.serve.port=8000. A dataset is optional: it has demonstrations."
         )
     without_effect = {
         "ema.enable": config.ema.enable,

@@ -1,8 +1,8 @@
 """The buffer that batches are drawn from: demonstrations, and a ring of what was collected.
 
-Both are in the same tensors: first the records of the demonstrations, then the ring. Images are bytes. Which
-transitions can be drawn depends only on the records so far, not on when they were added: so a run that reads its
-records again draws the same batches.
+Both are in the same tensors: first the records of the demonstrations, then the ring. Images are bytes. Actors may take
+turns in the ring, so each step knows the row of the observation before it. Which transitions can be drawn depends only
+on the records so far, not on when they were added: so a run that reads its records again draws the same batches.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from flexor.core.rng import NoiseSource
 from flexor.rl.records import observed_names
 
 FIELDS = ("action", "reward", "penalty", "terminated")
-Bounds = Tensor  # int64 [4]: the first and the end of collected transitions, then of interventions
+Bounds = Tensor  # int64 [2]: how many collected transitions and how many interventions can be drawn
 
 
 class ReplayBuffer:
@@ -41,14 +41,12 @@ class ReplayBuffer:
         self._write(0, demonstrations)
         steps = np.flatnonzero(demonstrations["is_step"])
         self.demonstrations = torch.from_numpy(steps).to(device)  # rows
-        # row and number of each record that is a transition, and of those that are interventions
-        self.collected, self.interventions = (_Numbers(capacity, device) for _ in range(2))
-        self.count = 0  # records that were ever collected
-
-    @property
-    def transitions(self) -> int:
-        """How many transitions were ever collected."""
-        return self.collected.end
+        self.previous = torch.arange(rows, device=device) - 1  # row of the observation before each step
+        # of each place in the ring: the place of the same actor's record before it, and of its step after it
+        self.before, self.following = np.zeros(capacity, np.int64), np.full(capacity, -1)
+        self.newest: dict[int, int] = {}  # the number of each actor's last record
+        self.collected, self.interventions = (_Drawable(capacity, self.first_row, device) for _ in range(2))
+        self.count = self.transitions = 0  # records, and steps among them, that were ever collected
 
     def extend(self, records: np.ndarray) -> None:
         """Add collected records, in their order."""
@@ -60,18 +58,34 @@ class ReplayBuffer:
         before_end = min(len(records), self.capacity - first)
         self._write(self.first_row + first, records[:before_end])
         self._write(self.first_row, records[before_end:])
-        numbers = self.count + np.arange(len(records))
-        steps = records["is_step"] != 0
-        self.collected.add(numbers[steps], self._rows(numbers[steps]))
-        helped = steps & (records["intervention"] != 0)
-        self.interventions.add(numbers[helped], self._rows(numbers[helped]))
-        self.count += len(records)
-        for each in (self.collected, self.interventions):
-            each.forget_before(self.count - self.capacity + 1)  # the record before a step must be there, too
+        fields = (records[name].tolist() for name in ("actor", "is_step", "intervention"))
+        for actor, is_step, helped in zip(*fields):
+            self._count(actor, bool(is_step), bool(helped))
+        for drawable in (self.collected, self.interventions):
+            drawable.update()
+        places = (first + np.arange(len(records))) % self.capacity
+        rows, before = (
+            torch.from_numpy(self.first_row + each).to(self.device) for each in (places, self.before[places])
+        )
+        self.previous[rows] = before
 
-    def _rows(self, numbers: np.ndarray) -> np.ndarray:
-        rows: np.ndarray = self.first_row + numbers % self.capacity
-        return rows
+    def _count(self, actor: int, is_step: bool, helped: bool) -> None:
+        """Note the next record. What it overwrites can't be drawn any more, nor can the step after that."""
+        place = self.count % self.capacity
+        for gone in (place, self.following[place]):
+            self.collected.remove(gone)
+            self.interventions.remove(gone)
+        self.following[place] = -1
+        before = self.newest.get(actor)
+        if is_step and before is not None and self.count - before < self.capacity:
+            self.before[place] = before % self.capacity
+            self.following[self.before[place]] = place
+            self.collected.add(place)
+            if helped:
+                self.interventions.add(place)
+        self.newest[actor] = self.count
+        self.count += 1
+        self.transitions += is_step
 
     def _write(self, row: int, records: np.ndarray) -> None:
         if len(records):
@@ -81,8 +95,7 @@ class ReplayBuffer:
 
     def bounds(self) -> Bounds:
         """What can be drawn now, in host memory."""
-        parts = self.collected, self.interventions
-        return torch.tensor([bound for part in parts for bound in (part.start, part.end)])
+        return torch.tensor([self.collected.count, self.interventions.count])
 
     def sample(
         self, count: int, online_ratio: float, bounds: Bounds, noise: NoiseSource, name: str
@@ -94,21 +107,19 @@ class ReplayBuffer:
         has_demonstrations = len(self.demonstrations) > 0
         online = round(count * online_ratio) if has_demonstrations else count
         places = noise.uniform(f"{name}sample", (count, 1))[:, 0].double().to(self.device)
-        start, end, help_start, help_end = bounds.to(self.device)
-        collected = start + (places[:online] * (end - start)).long()
-        rows = self.collected.rows[collected % self.capacity]
+        collected, helped = bounds.to(self.device)
+        rows = self.collected.rows[(places[:online] * collected).long()]
         if not has_demonstrations:
             return rows
         demonstrations = len(self.demonstrations)
-        place = (places[online:] * (demonstrations + help_end - help_start)).long()
-        helped = self.interventions.rows[(help_start + (place - demonstrations).clamp(min=0)) % self.capacity]
+        place = (places[online:] * (demonstrations + helped)).long()
+        from_help = self.interventions.rows[(place - demonstrations).clamp(min=0)]
         demonstrated = self.demonstrations[place.clamp(max=demonstrations - 1)]
-        return torch.cat([rows, torch.where(place < demonstrations, demonstrated, helped)])
+        return torch.cat([rows, torch.where(place < demonstrations, demonstrated, from_help)])
 
     def gather(self, rows: Tensor) -> tuple[dict[str, Tensor], dict[str, Tensor], dict[str, Tensor]]:
         """Observations before the steps in these rows, observations after them, and what was done and received."""
-        last = self.first_row + self.capacity - 1
-        before = torch.where(rows == self.first_row, last, rows - 1)
+        before = self.previous[rows]
         observed = self.names[len(FIELDS) :]
         return (
             {name: self.tensors[name][before] for name in observed},
@@ -120,29 +131,42 @@ class ReplayBuffer:
         return sum(tensor.nbytes for tensor in self.tensors.values())
 
 
-class _Numbers:
-    """The rows of some of the records, in their order: the newest of them, as many as the ring has records."""
+class _Drawable:
+    """Rows that can be drawn, without gaps and in no order: a row that is removed is replaced by the last one."""
 
-    def __init__(self, capacity: int, device: torch.device):
-        self.capacity = capacity
-        self.rows = torch.zeros(capacity, dtype=torch.int64, device=device)
-        self.numbers = np.zeros(capacity, np.int64)  # of the records
-        self.start = self.end = 0
+    def __init__(self, capacity: int, first_row: int, device: torch.device):
+        self.first_row = first_row
+        self.rows = torch.zeros(capacity, dtype=torch.int64, device=device)  # the first `count` of them
+        self.places = np.zeros(capacity, np.int64)  # the same as places in the ring, in host memory
+        self.index = np.full(capacity, -1)  # of each place in the ring, where it is in `places`
+        self.count = 0
+        self.changed: set[int] = set()
 
-    def add(self, numbers: np.ndarray, rows: np.ndarray) -> None:
-        places = (self.end + np.arange(len(rows))) % self.capacity
-        self.numbers[places] = numbers
-        if len(rows):
-            self.rows[torch.from_numpy(places).to(self.rows.device)] = torch.from_numpy(rows).to(
-                self.rows.device
-            )
-        self.end += len(rows)
-        self.start = max(self.start, self.end - self.capacity)
+    def add(self, place: int) -> None:
+        self._put(place, self.count)
+        self.count += 1
 
-    def forget_before(self, number: int) -> None:
-        """The first that can still be drawn is that of a record with at least this number."""
-        while self.start < self.end and self.numbers[self.start % self.capacity] < number:
-            self.start += 1
+    def remove(self, place: int) -> None:
+        """Nothing happens if it is not there; -1 never is."""
+        index = self.index[place] if place >= 0 else -1
+        if index < 0:
+            return
+        self.count -= 1
+        self._put(self.places[self.count], index)
+        self.index[place] = -1
+
+    def _put(self, place: int, index: int) -> None:
+        self.places[index], self.index[place] = place, index
+        self.changed.add(int(index))
+
+    def update(self) -> None:
+        """Copy what was changed to the device."""
+        if not self.changed:
+            return
+        indices = np.array(sorted(self.changed))
+        self.changed.clear()
+        rows = torch.from_numpy(self.first_row + self.places[indices])
+        self.rows[torch.from_numpy(indices).to(self.rows.device)] = rows.to(self.rows.device)
 
 
 def _allocate(

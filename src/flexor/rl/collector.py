@@ -6,15 +6,11 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-import torch
 
-from flexor.core.batch import ACTION
-from flexor.core.rng import Noise, key_of
+from flexor.core.rng import key_of
 from flexor.evaluate.envs import observation_to_batch
 from flexor.evaluate.rollout import succeeded
-from flexor.policies.pretrained import Pretrained
-from flexor.policies.processing.pipeline import ACTING
-from flexor.policies.sac.policy import SAC
+from flexor.rl.acting import ActingPolicy
 from flexor.rl.environment import Env, action_limits
 from flexor.rl.intervention import Intervener
 from flexor.rl.records import first_record, step_record
@@ -44,14 +40,9 @@ class Collector:
     """One environment. What it collects is a function of the seed, the weights, and what the environment does."""
 
     def __init__(
-        self, env: Env, pretrained: Pretrained, intervener: Intervener, layout: np.dtype[Any], seed: int
+        self, env: Env, policy: ActingPolicy, intervener: Intervener, layout: np.dtype[Any], seed: int
     ):
-        assert isinstance(pretrained.policy, SAC)
-        self.env, self.pretrained, self.intervener, self.layout, self.seed = (
-            *(env, pretrained, intervener, layout),
-            seed,
-        )
-        self.policy = pretrained.policy
+        self.env, self.policy, self.intervener, self.layout, self.seed = env, policy, intervener, layout, seed
         self.low, self.high = action_limits(env)
         self.episode = EpisodeSummary(-1, ended=True)
         self.observation: dict[str, np.ndarray] = {}
@@ -64,10 +55,13 @@ class Collector:
         self.observation = observation_to_batch(observation)
         return first_record(self.layout, self.observation)
 
-    def step(self, transition: int, update: int) -> np.ndarray:
+    def step(self, transition: int, update: int, actor: int = 0) -> np.ndarray:
         """One step, which will be transition number `transition`, with the weights after `update` updates."""
         takeover = self.intervener.action(self.env, self.episode.steps)
-        action = self._explore(transition) if takeover is None else np.asarray(takeover, np.float32)
+        if takeover is None:
+            action = self.policy.action(self.observation, transition, actor)
+        else:
+            action = np.asarray(takeover, np.float32)
         return self._execute(np.clip(action, self.low, self.high), takeover is not None, update)
 
     def _execute(self, action: np.ndarray, intervention: bool, update: int) -> np.ndarray:
@@ -85,15 +79,6 @@ class Collector:
         )
         self.episode.add(record)
         return record
-
-    @torch.no_grad()
-    def _explore(self, transition: int) -> np.ndarray:
-        observation = {name: torch.from_numpy(value)[None] for name, value in self.observation.items()}
-        noise = Noise(self.seed, transition, torch.zeros(1))
-        batch = self.pretrained.preprocessor(observation, ACTING)
-        action = self.policy.explore(batch, noise)
-        out: np.ndarray = self.pretrained.postprocessor({ACTION: action}, ACTING)[ACTION].float().numpy()[0]
-        return out
 
     def repeat(self, records: np.ndarray, number: int) -> bool:
         """Bring the environment to where an episode was left, if it does again what it did in these records."""

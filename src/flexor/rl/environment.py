@@ -9,14 +9,16 @@ import gymnasium
 import numpy as np
 
 from flexor.config.schema import EnvConfig
-from flexor.core.batch import ACTION, ENV_STATE, STATE
+from flexor.core.batch import ACTION
 from flexor.core.errors import ConfigError
 from flexor.data.dataset import Dataset
 from flexor.evaluate.envs import make_env, observation_to_batch
+from flexor.evaluate.rollout import task_of
 from flexor.policies.features import Kind, PolicyFeature
 from flexor.policies.fit import IMAGENET
 from flexor.policies.processing.normalize import required_statistics
 from flexor.policies.sac.config import SACConfig
+from flexor.rl.spec import DEFAULT_FPS, EnvironmentSpec, observation_range
 
 Env = gymnasium.Env[Any, Any]
 Stats = dict[str, dict[str, Any]]
@@ -50,57 +52,61 @@ def action_limits(env: Env) -> tuple[np.ndarray, np.ndarray]:
     return low, high
 
 
-def fitted(policy: SACConfig, env: Env) -> SACConfig:
-    """The policy's settings with the features of the environment, unless it has features already."""
+def spec_of(env: Env) -> EnvironmentSpec:
+    """What is observed and done in an environment."""
     observation, _ = env.reset(seed=0)
-    inputs = {}
-    available = observation_to_batch(observation)
-    for name, value in available.items():
-        kind = Kind.VISUAL if value.ndim == 3 else {STATE: Kind.STATE, ENV_STATE: Kind.ENV}.get(name)
-        if kind is not None:
-            inputs[name] = PolicyFeature(kind, value.shape)
-    inputs = policy.input_features or inputs
+    shapes = {name: [*value.shape] for name, value in observation_to_batch(observation).items()}
+    ranges = {name: observation_range(env, name) for name, shape in shapes.items() if len(shape) == 1}
+    low, high = action_limits(env)
+    fps = float(env.metadata.get("render_fps") or DEFAULT_FPS)
+    declared = {name: limits for name, limits in ranges.items() if limits is not None}
+    return EnvironmentSpec(shapes, low.tolist(), high.tolist(), declared, fps, task_of(env))
+
+
+def fitted(policy: SACConfig, spec: EnvironmentSpec) -> SACConfig:
+    """The policy's settings with the features of the environment, unless it has features already."""
+    inputs = policy.input_features or spec.features
     for name, feature in inputs.items():
-        if name not in available or available[name].shape != feature.shape:
-            described = ", ".join(f"{n} {list(v.shape)}" for n, v in available.items())
+        if spec.shapes.get(name) != [*feature.shape]:
+            described = ", ".join(f"{n} {shape}" for n, shape in spec.shapes.items())
             raise ConfigError(
-                f"The policy observes {name} {list(feature.shape)}, but {env} gives {described}."
+                f"The policy observes {name} {list(feature.shape)}, but the environment gives {described}."
             )
-    actions = len(action_limits(env)[0]) - (policy.num_discrete_actions is not None)
+    actions = len(spec.low) - (policy.num_discrete_actions is not None)
     outputs = {ACTION: PolicyFeature(Kind.ACTION, (actions,))}
     fitting = replace(policy, input_features=inputs, output_features=outputs)
     fitting.validate()
     return fitting
 
 
-def statistics(policy: SACConfig, env: Env, demonstrations: Dataset | None) -> Stats:
+def statistics(policy: SACConfig, spec: EnvironmentSpec, demonstrations: Dataset | None) -> Stats:
     """What observations and actions are normalised by: what was given, the environment's limits, or the data's."""
-    low, high = action_limits(env)
     actions = policy.action.shape[0]
-    stats: Stats = {ACTION: {"min": low[:actions].tolist(), "max": high[:actions].tolist()}}
+    stats: Stats = {ACTION: {"min": spec.low[:actions], "max": spec.high[:actions]}}
     from_user = policy.dataset_stats or {}
     for name, feature in policy.observed.items():
         names = required_statistics(policy.normalization_mapping.get(feature.type, "IDENTITY"))
-        stats[name] = from_user.get(name) or _of_feature(name, feature, names, env, demonstrations)
+        stats[name] = from_user.get(name) or _of_feature(name, feature, names, spec, demonstrations)
     return stats
 
 
 def _of_feature(
-    name: str, feature: PolicyFeature, names: tuple[str, ...], env: Env, data: Dataset | None
+    name: str, feature: PolicyFeature, names: tuple[str, ...], spec: EnvironmentSpec, data: Dataset | None
 ) -> dict[str, Any]:
     if feature.type is Kind.VISUAL:
         return dict(IMAGENET)
-    low, high = _observation_limits(name, env)
-    if {*names} <= LIMITS and low is not None and np.isfinite(low).all() and np.isfinite(high).all():
-        return {"min": low.tolist(), "max": high.tolist()}
+    if {*names} <= LIMITS and name in spec.ranges:
+        low, high = spec.ranges[name]
+        return {"min": low, "max": high}
     if data is not None and name in data.stats:
         recorded = {key: np.asarray(data.stats[name][key], np.float32) for key in names}
         return {key: value.tolist() for key, value in _with_spread(recorded).items()}
     if not names:
         return {}
     raise ConfigError(
-        f"{env} does not say in which range {name} is, and there are no demonstrations: give --policy.dataset_stats="
-        f"'{{{name}: {{min: [...], max: [...]}}, ...}}', or a dataset with --dataset.repo_id or --dataset.root."
+        f"The environment does not say in which range {name} is, and there are no demonstrations: give "
+        f"--policy.dataset_stats='{{{name}: {{min: [...], max: [...]}}, ...}}', or a dataset with --dataset.repo_id or "
+        "--dataset.root."
     )
 
 
@@ -112,15 +118,3 @@ def _with_spread(stats: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
     if "std" in stats:
         return {**stats, "std": np.where(stats["std"] == 0, 1, stats["std"])}
     return stats
-
-
-def _observation_limits(name: str, env: Env) -> tuple[np.ndarray | None, np.ndarray]:
-    """The limits that the environment declares for an observation."""
-    space, key = env.observation_space, name.removeprefix("observation.")
-    if isinstance(space, gymnasium.spaces.Dict):
-        inner = space.spaces.get("agent_pos" if key == "state" and "agent_pos" in space.spaces else key)
-    else:
-        inner = space if name == STATE else None
-    if not isinstance(inner, gymnasium.spaces.Box):
-        return None, np.zeros(0)
-    return inner.low.astype(np.float32).reshape(-1), inner.high.astype(np.float32).reshape(-1)

@@ -17,7 +17,8 @@ from flexor.core.run_files import find_last
 from flexor.data.format.writer import DatasetWriter
 from flexor.rl.demonstrations import DONE, PENALTY, SUCCESS
 from flexor.rl.records import SCHEMA, RecordFile, observed_names
-from flexor.rl.run import READ_AT_ONCE, RECORDS_FOLDER
+from flexor.rl.run import RECORDS_FOLDER
+from flexor.rl.sources import READ_AT_ONCE
 from flexor.train.checkpoint.run_record import read_record
 
 TRUNCATED, INTERVENTION = "next.truncated", "complementary_info.is_intervention"
@@ -78,14 +79,16 @@ def _features(layout: np.dtype[Any]) -> dict[str, dict[str, Any]]:
 
 
 def _episodes(file: RecordFile) -> Iterator[np.ndarray]:
-    """The records of each episode, its first observation included."""
-    pending = np.zeros(0, file.layout)
+    """The records of each episode, its first observation included. Actors may have taken turns."""
+    pending: dict[int, list[np.ndarray]] = {}
     for start in range(0, file.count, READ_AT_ONCE):
-        pending = np.concatenate([pending, file.read(start, min(READ_AT_ONCE, file.count - start))])
-        *complete, pending = np.split(pending, np.flatnonzero(pending["is_step"] == 0)[1:])
-        yield from complete
-    if len(pending):
-        yield pending
+        records = file.read(start, min(READ_AT_ONCE, file.count - start))
+        for place, actor in enumerate(records["actor"].tolist()):
+            if not records["is_step"][place] and actor in pending:
+                yield np.concatenate(pending.pop(actor))
+            pending.setdefault(actor, []).append(records[place : place + 1])
+    for episode in pending.values():
+        yield np.concatenate(episode)
 
 
 def _frames(episode: np.ndarray) -> Iterator[dict[str, Any]]:

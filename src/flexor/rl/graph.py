@@ -22,7 +22,7 @@ class GraphUpdate:
         self.eager = 0
         self.gave_up = False
         self.keys = NoiseKeys(device)
-        self.bounds: Tensor = torch.zeros(4, dtype=torch.int64, device=device)
+        self.bounds: Tensor = torch.zeros(2, dtype=torch.int64, device=device)
 
     def __call__(self, learner: Learner) -> Figures:
         with_actor = learner.updates % int(learner.algorithm.settings["policy_update_freq"]) == 0

@@ -43,9 +43,16 @@ class RunProgress:
     def add_episode(self, episode: EpisodeSummary) -> None:
         self.episodes.append(episode)
 
-    def report(self, step: int, updates: int, figures: Mapping[str, Tensor] | None, age: float) -> None:
-        """A line of metrics. `age`: updates since those weights that acted last."""
-        values: dict[str, Any] = {"updates": updates, "weights_age": age, **self._episodes()}
+    def report(
+        self,
+        step: int,
+        updates: int,
+        figures: Mapping[str, Tensor] | None,
+        age: float,
+        more: Mapping[str, float],
+    ) -> None:
+        """A line of metrics. `age`: updates since those weights that acted last. `more`: those of the actors."""
+        values: dict[str, Any] = {"updates": updates, "weights_age": age, **more, **self._episodes()}
         values |= {name: float(value) for name, value in (figures or {}).items()}
         if "critic_loss" in values:
             values["loss"] = values.pop("critic_loss")

@@ -23,7 +23,7 @@ from flexor.core.machine import flush_to_disk
 from flexor.policies.features import Kind, PolicyFeature
 
 SCHEMA, RECORDS = "schema.json", "records.bin"
-FORMAT = 1
+FORMAT = 2
 CHECKED_AT_ONCE = 256  # records, when a file is read
 OUTCOME: list[tuple[str, str]] = [
     ("is_step", "u1"),  # 0: the first observation of an episode
@@ -34,6 +34,8 @@ OUTCOME: list[tuple[str, str]] = [
     ("reward", "<f4"),
     ("penalty", "<f4"),
     ("update", "<u4"),  # of the learner, whose weights acted
+    ("actor", "<u2"),  # who acted: 0 is the run's own process, others are in actors.json
+    ("sequence", "<u4"),  # of this actor's records, from 1 on; 0 of the run's own
 ]
 
 

@@ -1,10 +1,10 @@
-"""A run that learns while it acts, in one process: collect a step, record it, learn, read top to bottom."""
+"""A run that learns while it acts: take a step, here or from an actor on the network, and learn. Read top to bottom."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Iterator
-from contextlib import closing, contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -20,21 +20,24 @@ from flexor.core.rng import seed_everything
 from flexor.core.run_files import LOG
 from flexor.data.dataset import Dataset
 from flexor.evaluate.play import play
-from flexor.evaluate.rollout import PolicyActor, summarize, task_of
+from flexor.evaluate.rollout import PolicyActor, summarize
 from flexor.monitor.trackers import Trackers, check_trackers
 from flexor.policies import make_policy
 from flexor.policies.pretrained import Pretrained, find_folder, load_weights
 from flexor.policies.sac.config import SACConfig
+from flexor.rl.acting import ActingPolicy
 from flexor.rl.buffer import ReplayBuffer
 from flexor.rl.checkpoint import load_checkpoint, save_checkpoint
 from flexor.rl.collector import Collector
 from flexor.rl.demonstrations import demonstration_records
-from flexor.rl.environment import fitted, open_env, statistics
+from flexor.rl.environment import fitted, open_env, spec_of, statistics
 from flexor.rl.graph import GraphUpdate
 from flexor.rl.intervention import make_intervener
 from flexor.rl.learner import Figures, Learner
 from flexor.rl.progress import RunProgress
 from flexor.rl.records import RecordFile, record_type
+from flexor.rl.serving import actor_source, save_spec, serving, spec_of_actors
+from flexor.rl.sources import READ_AT_ONCE, LocalSource, StepSource
 from flexor.train.checkpoint import folder as checkpoint
 from flexor.train.checkpoint.run_folder import Run, open_run
 from flexor.train.checkpoint.run_record import note, read_record
@@ -46,8 +49,6 @@ from flexor.train.resolve import Resume, resolve_for_machine
 from flexor.train.stopping import Diverged, StopSignal, stop_error
 
 RECORDS_FOLDER = "records"
-READ_AT_ONCE = 1024  # records
-DEFAULT_FPS = 10.0  # of an environment that does not say
 
 
 @dataclass
@@ -57,7 +58,7 @@ class OnlineRun:
     config: TrainConfig
     run: Run
     learner: Learner
-    collector: Collector
+    source: StepSource
     pretrained: Pretrained
     file: RecordFile
 
@@ -93,14 +94,18 @@ def _build(config: TrainConfig, run: Run, processes: Processes, device: torch.de
     Engine(
         device, config.precision, config.deterministic, processes, config.parallel
     )  # how the device computes
-    dataset = _demonstrations(config)
-    with closing(open_env(config.env)) as env:
+    with ExitStack() as stack:
+        server = stack.enter_context(serving(config.rl.serve))
+        dataset = _demonstrations(config)
+        env = None if config.env.type is None else stack.enter_context(closing(open_env(config.env)))
+        records = run.folder / RECORDS_FOLDER
+        spec = spec_of(env) if env is not None else spec_of_actors(records, server)
         policy = config.policy
         assert isinstance(policy, SACConfig)
-        policy = fitted(policy, env)
-        policy = replace(policy, dataset_stats=statistics(policy, env, dataset))
+        policy = fitted(policy, spec)
+        policy = replace(policy, dataset_stats=statistics(policy, spec, dataset))
         config = replace(config, policy=policy)
-        layout = record_type(policy.observed, env.action_space.shape[0])  # type: ignore[index]
+        layout = record_type(policy.observed, len(spec.low))
         demonstrations = np.zeros(0, layout)
         if dataset is not None:
             demonstrations = demonstration_records(dataset, policy.observed, layout, config.rl.reward)
@@ -111,13 +116,20 @@ def _build(config: TrainConfig, run: Run, processes: Processes, device: torch.de
             torch.set_num_threads(1)  # its networks are so small that threads wait for each other
         if buffer.device.type == "cuda" and config.step != "eager":
             learner.compute = GraphUpdate(device)
-        intervener = make_intervener(config.rl.intervener, env)
-        collector = Collector(env, pretrained, intervener, layout, config.seed)
-        with closing(RecordFile(run.folder / RECORDS_FOLDER, layout)) as file:
-            run.write_config(config)
-            fps = float(env.metadata.get("render_fps") or DEFAULT_FPS)
-            note(run.folder, task=task_of(env) or config.job_name, fps=fps)
-            yield OnlineRun(config, run, learner, collector, pretrained, file)
+        file = stack.enter_context(closing(RecordFile(records, layout)))
+        save_spec(records, spec)
+        run.write_config(config)
+        note(run.folder, task=spec.task or config.job_name, fps=spec.fps)
+        if server is not None:
+            source: StepSource = stack.enter_context(
+                closing(actor_source(server, config, spec, file, learner, pretrained))
+            )
+        else:
+            assert env is not None
+            intervener = make_intervener(config.rl.intervener, env)
+            acting = ActingPolicy(pretrained, config.seed)
+            source = LocalSource(Collector(env, acting, intervener, layout, config.seed), file, learner)
+        yield OnlineRun(config, run, learner, source, pretrained, file)
 
 
 def _demonstrations(config: TrainConfig) -> Dataset | None:
@@ -165,7 +177,8 @@ def _log_setup(parts: OnlineRun) -> None:
     config, learner = parts.config, parts.learner
     buffer, rl = learner.buffer, config.rl
     steps = len(buffer.demonstrations)
-    log.info("%s in %s on %s, preset %s", config.policy.type, config.env.type, learner.device, rl.preset)
+    where = config.env.type or "the environments of its actors"
+    log.info("%s in %s on %s, preset %s", config.policy.type, where, learner.device, rl.preset)
     log.info("demonstrations: %d steps of %d episodes", steps, buffer.first_row - steps)
     where = "in a file" if rl.storage == "file" else f"on {buffer.device}"
     log.info("buffer: %d observations, %s, %s", rl.observations, gigabytes(buffer.nbytes()), where)
@@ -173,34 +186,36 @@ def _log_setup(parts: OnlineRun) -> None:
 
 
 def _learn(parts: OnlineRun, stop: StopSignal) -> TrainResult:
-    config, learner, collector, file = parts.config, parts.learner, parts.collector, parts.file
+    config, learner, source, file = parts.config, parts.learner, parts.source, parts.file
     _resume(parts)
     buffer = learner.buffer
     name = read_record(parts.run.folder).get("id", "run")
     parts.run.forget_metrics_after(buffer.transitions)
     figures: Figures | None = None
     last: Path | None = checkpoint.newest(parts.run.checkpoints)
+    saved = -1 if last is None else int(last.name)
     with Trackers(config, parts.run.folder, name) as trackers:
         progress = RunProgress(trackers, config.steps, buffer.transitions, _samples(learner))
         stop.stepping = True
         while buffer.transitions < config.steps:
-            if collector.episode.ended:
-                _record(parts, collector.begin(collector.episode.number + 1))
-            _record(parts, collector.step(buffer.transitions, learner.updates))
-            if collector.episode.ended:
-                progress.add_episode(collector.episode)
-                file.flush()
-            figures = learner.learn() or figures
+            stepped = source.step(lambda: stop.signal is not None)
             step = buffer.transitions
-            if step % config.log_freq == 0 or step == config.steps:
-                _check(figures, step)
-                progress.report(step, learner.updates, figures, float(config.rl.updates))
-            if config.env_eval_freq and step % config.env_eval_freq == 0:
-                progress.log(step, evaluate(parts))
-            due = config.save_freq > 0 and step % config.save_freq == 0
-            if config.save_checkpoint and (due or step == config.steps or stop.signal is not None):
+            if stepped:
+                for episode in source.ended_episodes():
+                    progress.add_episode(episode)
+                figures = learner.learn() or figures
+                source.publish()
+                if step % config.log_freq == 0 or step == config.steps:
+                    _check(figures, step)
+                    progress.report(step, learner.updates, figures, source.weights_age, source.figures())
+                if config.env_eval_freq and config.env.type and step % config.env_eval_freq == 0:
+                    progress.log(step, evaluate(parts))
+            due = stepped and config.save_freq > 0 and step % config.save_freq == 0
+            stopping = stop.signal is not None and step > 0
+            if config.save_checkpoint and step != saved and (due or step == config.steps or stopping):
                 file.flush()
-                last = save_checkpoint(parts.run, config, learner, parts.pretrained, file.count)
+                last = save_checkpoint(parts.run, config, learner, parts.pretrained, buffer.count)
+                saved = step
             if stop.signal is not None and step < config.steps:
                 raise stop_error(stop.signal, step, last, parts.run, log=True)
         metrics = progress.newest
@@ -209,12 +224,6 @@ def _learn(parts: OnlineRun, stop: StopSignal) -> TrainResult:
 
 def _samples(learner: Learner) -> int:
     return learner.settings.batch_size * learner.batches
-
-
-def _record(parts: OnlineRun, record: np.ndarray) -> None:
-    """To the file first: what was learned from is there."""
-    parts.file.append(record)
-    parts.learner.buffer.extend(record)
 
 
 def _check(figures: Figures | None, step: int) -> None:
@@ -227,51 +236,18 @@ def _check(figures: Figures | None, step: int) -> None:
 
 
 def _resume(parts: OnlineRun) -> None:
-    """Load the newest checkpoint, learn again from what was recorded after it, and go on where the robot was."""
+    """Load the newest checkpoint, and go on after the records that it was made from."""
     file, learner = parts.file, parts.learner
     newest = checkpoint.newest(parts.run.checkpoints)
-    if not file.count:
-        return
     learned = load_checkpoint(newest, learner) if newest is not None else 0
     if learned > file.count:
         raise FlexorError(
             f"{file.path} has {file.count} records, but {newest} was made from {learned}: restore the file, or remove "
             "that checkpoint."
         )
-    updates = learner.updates
     for start in range(0, learned, READ_AT_ONCE):
         learner.buffer.extend(file.read(start, min(READ_AT_ONCE, learned - start)))
-    for place in range(learned, file.count):
-        record = file.read(place, 1)
-        learner.buffer.extend(record)
-        if record["is_step"][0]:
-            learner.learn()
-    log.info(
-        "read %d records; updates %d to %d were repeated from those after the newest checkpoint",
-        *(file.count, updates, learner.updates),
-    )
-    _resume_episode(parts)
-
-
-def _resume_episode(parts: OnlineRun) -> None:
-    """Go on in the episode that was cut off, if the environment can be brought back to where it was."""
-    file, collector = parts.file, parts.collector
-    kinds = np.concatenate(
-        [
-            file.read(start, min(READ_AT_ONCE, file.count - start))["is_step"]
-            for start in range(0, file.count, READ_AT_ONCE)
-        ]
-    )
-    firsts = np.flatnonzero(kinds == 0)
-    number, records = len(firsts) - 1, file.read(int(firsts[-1]), file.count - int(firsts[-1]))
-    if records["terminated"][-1] or records["truncated"][-1]:
-        collector.episode.number = number
-        return
-    if not collector.repeat(records, number):
-        log.info(
-            "episode %d was cut off, and the environment does not repeat it: the next one begins", number
-        )
-        collector.episode.number, collector.episode.ended = number, True
+    parts.source.resume()
 
 
 def evaluate(parts: OnlineRun) -> dict[str, Any]:

@@ -1,19 +1,24 @@
-"""A server in a thread of this process, for measurements and tests."""
+"""A server in a thread of this process: a learner's, or for measurements and tests."""
 
 from __future__ import annotations
 
 import asyncio
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
-
-from flexor.serve.server import PolicyServer
+from contextlib import AbstractAsyncContextManager, contextmanager
+from typing import Protocol
 
 STOP_S = 30.0
 
 
+class AnyServer(Protocol):
+    """One for policies, or for a learner's actors."""
+
+    def running(self) -> AbstractAsyncContextManager[str]: ...
+
+
 @contextmanager
-def in_background(server: PolicyServer) -> Iterator[str]:
+def in_background(server: AnyServer) -> Iterator[str]:
     """Inside, the server answers at the address given."""
     loop, ready, stop = asyncio.new_event_loop(), threading.Event(), asyncio.Event()
     urls: list[str] = []

@@ -14,13 +14,12 @@ from websockets.asyncio.server import ServerConnection
 from websockets.exceptions import ConnectionClosed
 from websockets.protocol import State
 
-from flexor.core.log import log
 from flexor.serve.form import ObservationForm
 from flexor.serve.job import ServeJob
 from flexor.serve.limits import BadRequest, RequestLimits
 from flexor.serve.metrics import Metrics
 from flexor.serve.model import Model
-from flexor.serve.rate_limit import RateLimit
+from flexor.serve.rate_limit import ClientNotes, RateLimit
 from flexor.serve.request import CheckedRequest, ObservationReader, PolicyRequest
 from flexor.serve.settings import ServeSettings
 from flexor_client.errors import WireError
@@ -28,8 +27,6 @@ from flexor_client.wire import OPTIONS, pack, unpack
 
 FAILED = 1011  # the close code of openpi's server after an error
 TRY_LATER = 1013
-NOTE_S = 1.0  # at least between two lines in the log about clients
-NOTED = 500  # characters of a line
 DECODERS = 8  # threads for images
 
 
@@ -69,8 +66,7 @@ class ClientLoop:
         self.clients: dict[int, Client] = {}
         self.decoders = ThreadPoolExecutor(min(DECODERS, os.cpu_count() or 1), "decode")
         self.cameras = {name for name, spec in form.inputs.items() if spec.image}
-        # when the log may have another line, and how many it has not
-        self.next_note, self.suppressed_notes = 0.0, 0
+        self.notes = ClientNotes()
 
     async def __call__(self, connection: ServerConnection) -> None:
         """From the first frame to the last."""
@@ -157,22 +153,11 @@ class ClientLoop:
 
     async def _refuse(self, client: Client, result: str, reason: str) -> bool:
         self.metrics.results[result] += 1
-        self.note(f"client {client.number} ({client.address})", reason)
+        self.notes.note(f"client {client.number} ({client.address})", reason)
         with contextlib.suppress(ConnectionClosed):
             await client.connection.send(reason)
             await client.connection.close(FAILED, "the observation could not be answered")
         return False
-
-    def note(self, who: str, reason: str) -> None:
-        """Into the log, but not as often as somebody can send nonsense: that would fill a disk."""
-        now = time.monotonic()
-        if now < self.next_note:
-            self.suppressed_notes += 1
-            return
-        suppressed = self.suppressed_notes
-        more = f" (and {suppressed} more since the last such line)" if suppressed else ""
-        log.info("%s: %s%s", who, reason[:NOTED], more)
-        self.next_note, self.suppressed_notes = now + NOTE_S, 0
 
     async def _reply(self, client: Client, job: ServeJob, decode_s: float) -> None:
         pack_started = time.perf_counter()
