@@ -42,8 +42,9 @@ ENV_PACKAGES = (
     "gym_pusht",
     "gym_aloha",
     "gym_xarm",
+    "gym_hil",
 )  # of LeRobot's environments: any run may name them
-SHORT_ENV_NAMES = ("place", "pusht", "aloha", "xarm")  # of environments in these packages
+SHORT_ENV_NAMES = ("place", "pusht", "aloha", "xarm", "gym_hil")  # of environments in these packages
 # Settings of these groups depend on their type: choosing another type drops the settings given before.
 TYPED_GROUPS = ("policy", "optimizer", "scheduler")
 

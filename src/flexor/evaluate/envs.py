@@ -12,6 +12,7 @@ import numpy as np
 
 import flexor.sim  # noqa: F401  (registers the built-in task)
 from flexor.core.errors import ConfigError, FlexorError
+from flexor.sim import hil
 from flexor.sim.task import ENV_ID
 
 # The names that `lerobot-train --env.type` supports, with the arguments that LeRobot passes for them.
@@ -20,6 +21,7 @@ SHORT_NAMES: dict[str, tuple[str, dict[str, Any]]] = {
     "pusht": ("gym_pusht/PushT-v0", {"obs_type": "pixels_agent_pos", "max_episode_steps": 300}),
     "aloha": ("gym_aloha/AlohaInsertion-v0", {"obs_type": "pixels_agent_pos", "max_episode_steps": 400}),
     "xarm": ("gym_xarm/XarmLift-v0", {"obs_type": "pixels_agent_pos", "max_episode_steps": 200}),
+    "gym_hil": (f"{hil.PACKAGE}/{hil.TASK}", {"image_obs": True}),
 }
 
 
@@ -35,6 +37,10 @@ def make_env(
     env_id, defaults = SHORT_NAMES.get(env_type, (env_type, {}))
     if task is not None:
         env_id = f"{env_id.split('/')[0]}/{task}"
+    is_hil = env_id.startswith(f"{hil.PACKAGE}/")
+    if is_hil:
+        hil.render_without_screen()
+        defaults = {**hil.arguments(env_id), **defaults}
     if package is not None or env_id not in gymnasium.registry:
         _import_package(env_id, package)
     if env_id not in gymnasium.registry:
@@ -42,11 +48,12 @@ def make_env(
     settings = {"render_mode": "rgb_array", **defaults, **kwargs}
     try:
         # gymnasium's checker warns about every unusual observation; Flexor checks observations below.
-        return gymnasium.make(env_id, disable_env_checker=True, **settings)
+        env = gymnasium.make(env_id, disable_env_checker=True, **settings)
     except TypeError as error:
         raise ConfigError(f"{env_id} does not accept the settings {settings}: {error}") from error
     except gymnasium.error.Error as error:
         raise ConfigError(f"{env_id} can't be created with the settings {settings}: {error}") from error
+    return hil.GymHIL(env) if is_hil else env
 
 
 def _import_package(env_id: str, package: str | None) -> None:

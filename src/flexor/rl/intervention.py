@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 
 from flexor.core.errors import ConfigError
 from flexor.rl.environment import Env
+from flexor.sim import hil
 from flexor.sim.expert import expert_action
 from flexor.sim.task import PlaceEnv
 
@@ -23,24 +24,26 @@ class NoIntervener:
 
 
 class ScriptedIntervener:
-    """Helps in the built-in task as a patient person would: what is not done after 30 steps, it finishes.
+    """Helps as a patient person would: what is not done after 30 steps, an expert finishes.
 
     The better the policy, the less it helps.
     """
 
-    FROM = 30  # steps; the expert needs 25
+    FROM = 30  # steps; the built-in task's expert needs 25, that of gym_hil's cube 17
 
     def action(self, env: Env, step: int) -> np.ndarray | None:
-        task = env.unwrapped
-        assert isinstance(task, PlaceEnv)
-        return expert_action(task.state) if step >= self.FROM else None
+        if step < self.FROM:
+            return None
+        task: Any = env.unwrapped
+        return expert_action(task.state) if isinstance(task, PlaceEnv) else hil.expert_action(task)
 
 
 def make_intervener(kind: str, env: Env) -> Intervener:
     if kind == "none":
         return NoIntervener()
-    if not isinstance(env.unwrapped, PlaceEnv):
+    if not (isinstance(env.unwrapped, PlaceEnv) or hil.picks_cube(env)):
         raise ConfigError(
-            f"rl.intervener=scripted knows the built-in task only, not {env}: use --env.type=place."
+            f"rl.intervener=scripted knows the built-in task and gym_hil's PandaPickCube-v0, not {env}: use "
+            "--env.type=place or --env.type=gym_hil."
         )
     return ScriptedIntervener()
