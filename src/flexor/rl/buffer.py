@@ -44,16 +44,18 @@ class ReplayBuffer:
         # row and number of each record that is a transition, and of those that are interventions
         self.collected, self.interventions = (_Numbers(capacity, device) for _ in range(2))
         self.count = 0  # records that were ever collected
-
-    @property
-    def transitions(self) -> int:
-        """How many transitions were ever collected."""
-        return self.collected.end
+        self.transitions = self.discarded = 0  # steps among them, and those of discarded episodes
+        self.episode = 0  # the number of the record that began the newest episode
 
     def extend(self, records: np.ndarray) -> None:
-        """Add collected records, in their order."""
-        for start in range(0, len(records), self.capacity):
-            self._extend(records[start : start + self.capacity])
+        """Add collected records, in their order. An episode that was discarded can't be drawn any more."""
+        for part in np.split(records, np.flatnonzero(records["discarded"]) + 1):
+            for start in range(0, len(part), self.capacity):
+                self._extend(part[start : start + self.capacity])
+            if len(part) and part["discarded"][-1]:
+                self.discarded += self.count - self.episode - 1
+                for numbers in (self.collected, self.interventions):
+                    numbers.forget_from(self.episode)
 
     def _extend(self, records: np.ndarray) -> None:
         first = self.count % self.capacity
@@ -62,6 +64,9 @@ class ReplayBuffer:
         self._write(self.first_row, records[before_end:])
         numbers = self.count + np.arange(len(records))
         steps = records["is_step"] != 0
+        if not steps.all():
+            self.episode = int(numbers[~steps][-1])
+        self.transitions += int(steps.sum())
         self.collected.add(numbers[steps], self._rows(numbers[steps]))
         helped = steps & (records["intervention"] != 0)
         self.interventions.add(numbers[helped], self._rows(numbers[helped]))
@@ -89,21 +94,20 @@ class ReplayBuffer:
     ) -> Tensor:
         """Rows of `count` transitions. `noise` has so many samples. Each part is drawn evenly, with repetition.
 
-        If there is nothing but one part, all are of it.
+        Without demonstrations and interventions, all are from what was collected.
         """
-        has_demonstrations = len(self.demonstrations) > 0
-        online = round(count * online_ratio) if has_demonstrations else count
+        online, demonstrations = round(count * online_ratio), len(self.demonstrations)
         places = noise.uniform(f"{name}sample", (count, 1))[:, 0].double().to(self.device)
         start, end, help_start, help_end = bounds.to(self.device)
-        collected = start + (places[:online] * (end - start)).long()
+        collected = start + (places * (end - start)).long()
         rows = self.collected.rows[collected % self.capacity]
-        if not has_demonstrations:
-            return rows
-        demonstrations = len(self.demonstrations)
-        place = (places[online:] * (demonstrations + help_end - help_start)).long()
+        examples = demonstrations + help_end - help_start
+        place = (places[online:] * examples).long()
         helped = self.interventions.rows[(help_start + (place - demonstrations).clamp(min=0)) % self.capacity]
-        demonstrated = self.demonstrations[place.clamp(max=demonstrations - 1)]
-        return torch.cat([rows, torch.where(place < demonstrations, demonstrated, helped)])
+        if demonstrations:
+            demonstrated = self.demonstrations[place.clamp(max=demonstrations - 1)]
+            helped = torch.where(place < demonstrations, demonstrated, helped)
+        return torch.cat([rows[:online], torch.where(examples > 0, helped, rows[online:])])
 
     def gather(self, rows: Tensor) -> tuple[dict[str, Tensor], dict[str, Tensor], dict[str, Tensor]]:
         """Observations before the steps in these rows, observations after them, and what was done and received."""
@@ -138,6 +142,11 @@ class _Numbers:
             )
         self.end += len(rows)
         self.start = max(self.start, self.end - self.capacity)
+
+    def forget_from(self, number: int) -> None:
+        """Take back those at the end, from the record with this number on."""
+        while self.start < self.end and self.numbers[(self.end - 1) % self.capacity] >= number:
+            self.end -= 1
 
     def forget_before(self, number: int) -> None:
         """The first that can still be drawn is that of a record with at least this number."""

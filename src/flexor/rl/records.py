@@ -23,7 +23,7 @@ from flexor.core.machine import flush_to_disk
 from flexor.policies.features import Kind, PolicyFeature
 
 SCHEMA, RECORDS = "schema.json", "records.bin"
-FORMAT = 1
+FORMAT = 2
 CHECKED_AT_ONCE = 256  # records, when a file is read
 OUTCOME: list[tuple[str, str]] = [
     ("is_step", "u1"),  # 0: the first observation of an episode
@@ -31,6 +31,7 @@ OUTCOME: list[tuple[str, str]] = [
     ("truncated", "u1"),
     ("intervention", "u1"),
     ("success", "u1"),
+    ("discarded", "u1"),  # of the last step of an episode that is not learned from
     ("reward", "<f4"),
     ("penalty", "<f4"),
     ("update", "<u4"),  # of the learner, whose weights acted

@@ -111,9 +111,11 @@ def _build(config: TrainConfig, run: Run, processes: Processes, device: torch.de
             torch.set_num_threads(1)  # its networks are so small that threads wait for each other
         if buffer.device.type == "cuda" and config.step != "eager":
             learner.compute = GraphUpdate(device)
-        intervener = make_intervener(config.rl.intervener, env)
-        collector = Collector(env, pretrained, intervener, layout, config.seed)
-        with closing(RecordFile(run.folder / RECORDS_FOLDER, layout)) as file:
+        with (
+            closing(make_intervener(config.rl, env)) as intervener,
+            closing(RecordFile(run.folder / RECORDS_FOLDER, layout)) as file,
+        ):
+            collector = Collector(env, pretrained, intervener, layout, config.seed)
             run.write_config(config)
             fps = float(env.metadata.get("render_fps") or DEFAULT_FPS)
             note(run.folder, task=task_of(env) or config.job_name, fps=fps)
