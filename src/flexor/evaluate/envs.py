@@ -5,13 +5,16 @@ from __future__ import annotations
 import difflib
 import importlib
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import gymnasium
 import numpy as np
 
 import flexor.sim  # noqa: F401  (registers the built-in task)
+from flexor.config.environment import EndEffectorSettings, EnvConfig, EnvProcessor, GripperSettings
 from flexor.core.errors import ConfigError, FlexorError
+from flexor.evaluate.env_steps import with_steps
 from flexor.sim import hil
 from flexor.sim.task import ENV_ID
 
@@ -54,6 +57,29 @@ def make_env(
     except gymnasium.error.Error as error:
         raise ConfigError(f"{env_id} can't be created with the settings {settings}: {error}") from error
     return hil.GymHIL(env) if is_hil else env
+
+
+def open_env(settings: EnvConfig) -> gymnasium.Env[Any, Any]:
+    """The environment of a run, with the steps between it and the policy."""
+    assert settings.type is not None
+    kwargs, processor = dict(settings.kwargs), settings.processor
+    if settings.type.startswith(hil.PACKAGE):
+        kwargs, processor = _computed_by_gym_hil(kwargs, processor)
+    env = make_env(settings.type, task=settings.task, package=settings.package, **kwargs)
+    return with_steps(env, processor)
+
+
+def _computed_by_gym_hil(
+    kwargs: dict[str, Any], processor: EnvProcessor
+) -> tuple[dict[str, Any], EnvProcessor]:
+    """gym_hil has penalties of its gripper and steps of its arm itself: they become arguments of it."""
+    penalty, steps = (
+        processor.gripper.gripper_penalty,
+        processor.inverse_kinematics.end_effector_step_sizes,
+    )
+    kwargs = {**({"gripper_penalty": penalty} if penalty else {}), **kwargs}
+    kwargs = {**({"ee_step_size": steps} if steps else {}), **kwargs}
+    return kwargs, replace(processor, gripper=GripperSettings(), inverse_kinematics=EndEffectorSettings())
 
 
 def _import_package(env_id: str, package: str | None) -> None:
