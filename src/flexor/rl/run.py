@@ -35,6 +35,7 @@ from flexor.rl.intervention import make_intervener
 from flexor.rl.learner import Figures, Learner
 from flexor.rl.progress import RunProgress
 from flexor.rl.records import RecordFile, record_type
+from flexor.rl.reward import with_classifier
 from flexor.train.checkpoint import folder as checkpoint
 from flexor.train.checkpoint.run_folder import Run, open_run
 from flexor.train.checkpoint.run_record import note, read_record
@@ -94,7 +95,7 @@ def _build(config: TrainConfig, run: Run, processes: Processes, device: torch.de
         device, config.precision, config.deterministic, processes, config.parallel
     )  # how the device computes
     dataset = _demonstrations(config)
-    with closing(open_env(config.env)) as env:
+    with closing(with_classifier(open_env(config.env), config.rl, device)) as env:
         policy = config.policy
         assert isinstance(policy, SACConfig)
         policy = fitted(policy, env)
