@@ -3,8 +3,8 @@
     python tests/parity/run.py [PART ...]
 
 Parts are data, writer, repair, edit, colour, augment, depth, adapters, classifier, hub, renamed, optimizers, robot; a
-folder beside this file (act, vqbet, ...) for what a kind of policy computes; exchange-KIND for its checkpoints, and exchange for
-those of all. Without any, all of them.
+folder beside this file (act, vqbet, ...) for what a kind of policy computes; exchange-KIND for its checkpoints, and
+exchange for those of all. Without any, all of them.
 
 Prints what was compared and the largest difference, and exits with 1 if one is too large. LeRobot runs
 in an environment of its own: $LEROBOT_PYTHON, or .venv-lerobot, which is made if it is not there.
