@@ -3,7 +3,8 @@
     python benchmarks/hil_pick_cube.py [--steps=30000] [--seeds=0,1,2] [--intervener=scripted|none] [--output=FOLDER]
 
 Needs `pip install "flexor[hil]"`. The cube lies at a random place. Every 2,500 steps, 50 episodes that were not trained
-on are played without noise and without help (--every=0: at the end only). Each run prints a line per evaluation, and one of CPU time at its end.
+on are played without noise and without help (--every=0: at the end only). Each run prints a line per evaluation, and
+one of CPU time at its end.
 """
 
 import argparse

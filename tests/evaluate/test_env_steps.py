@@ -76,7 +76,10 @@ def test_images_are_cropped_by_camera_and_resized():
 
 @pytest.mark.parametrize(
     ("crop", "says"),
-    [("{observation.image: [0, 0, 41, 8]}", "40 rows"), ("{observation.images.top: [0, 0, 8, 8]}", "cameras are")],
+    [
+        ("{observation.image: [0, 0, 41, 8]}", "40 rows"),
+        ("{observation.images.top: [0, 0, 8, 8]}", "cameras are"),
+    ],
 )
 def test_crops_that_are_impossible(crop, says):
     with pytest.raises(ConfigError, match=says):
@@ -96,7 +99,7 @@ def test_actions_are_steps_from_where_the_end_effector_is():
     assert env.get_wrapper_attr("action_names") == ("delta_x", "delta_y", "gripper")
     start = env.reset(seed=1)[0]["agent_pos"]
     state = env.step(np.array([0.5, -1, 1], "f4"))[0]["agent_pos"]
-    assert np.allclose(state[:2], start[:2] + [0.05, -0.2])
+    assert np.allclose(state[:2], start[:2] + np.array([0.05, -0.2]))
     for _ in range(40):
         state = env.step(np.array([1, 1, 1], "f4"))[0]["agent_pos"]
     assert np.allclose(state[:2], [2, 2])
@@ -106,9 +109,11 @@ def test_a_gripper_that_opens_or_closes_costs_something():
     more = ("--env.processor.gripper.gripper_penalty=-0.05", "--env.processor.max_gripper_pos=80")
     env = open_env(settings("--env.type=Arm-v0", *more))
     env.reset(seed=0)
-    penalties = [env.step(np.array([0, 0, choice], "f4"))[4]["discrete_penalty"] for choice in (2, 1, 0, 0, 1, 2, 2)]
+    penalties = [
+        env.step(np.array([0, 0, choice], "f4"))[4]["discrete_penalty"] for choice in (2, 1, 0, 0, 1, 2, 2)
+    ]
     assert penalties == [0, 0, -0.05, 0, 0, -0.05, 0]
-    with pytest.raises(ConfigError, match="0 .close. to 2"):
+    with pytest.raises(ConfigError, match=r"0 \(close\) to 2"):
         place("--env.processor.gripper.gripper_penalty=-0.05")
 
 
@@ -149,5 +154,7 @@ def test_lerobots_settings_of_a_file(tmp_path):
     (tmp_path / "run.yaml").write_text(
         "policy: {type: sac}\nenv: {type: place, processor: {reset: {control_time_s: 3}, gripper: null}}\n"
     )
-    config = config_from_flags(parse_flags([f"--config={tmp_path / 'run.yaml'}", "--env.processor.reset.fixed_seed=1"]))
+    config = config_from_flags(
+        parse_flags([f"--config={tmp_path / 'run.yaml'}", "--env.processor.reset.fixed_seed=1"])
+    )
     assert config.env.processor.reset.control_time_s == 3 and config.env.processor.reset.fixed_seed == 1

@@ -29,7 +29,9 @@ def rows(lerobot: Path, folder: Path) -> Iterator[Row]:
         made = flexor_side.make_policy(KIND, case)
         fill_policy(made.policy)
         state = unique_state(made.policy)
-        save_pretrained(folder / "here" / name, made.policy.config, state, made.preprocessor, made.postprocessor)
+        save_pretrained(
+            folder / "here" / name, made.policy.config, state, made.preprocessor, made.postprocessor
+        )
     done = subprocess.run(
         [lerobot, "-m", "parity.classifier", folder], capture_output=True, text=True, check=False
     )

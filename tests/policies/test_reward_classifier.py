@@ -75,7 +75,10 @@ def test_features_of_a_frozen_encoder_replace_images():
     encoder = policy.image_encoder()
     assert encoder.is_frozen and not encoder.is_random
     key = f"{TOP}0"
-    features = {IMAGE_FEATURES + key: policy.encode_images(inputs[key], key), "next.reward": inputs["next.reward"]}
+    features = {
+        IMAGE_FEATURES + key: policy.encode_images(inputs[key], key),
+        "next.reward": inputs["next.reward"],
+    }
     first, second = (policy.loss(each, noise()).per_sample for each in (inputs, features))
     assert torch.equal(first, second)
 
@@ -151,5 +154,5 @@ def test_a_classifier_rewards_a_run(trained, ends, tmp_path):
 
 def test_what_is_no_classifier_of_this_environment_is_refused(trained, tmp_path):
     more = [f"--rl.reward_classifier={trained}", "--steps=30"]
-    with pytest.raises(ConfigError, match="sees observation.image"):
+    with pytest.raises(ConfigError, match=r"sees observation\.image"):
         online.train(tmp_path / "run", None, *more)

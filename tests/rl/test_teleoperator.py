@@ -7,10 +7,10 @@ import gymnasium
 import numpy as np
 import pytest
 
+from flexor.cli.main import main
 from flexor.config.rl import RLConfig
 from flexor.core.errors import ConfigError, FlexorError
 from flexor.data.dataset import open_dataset
-from flexor.cli.main import main
 from flexor.rl.teleoperator import Events, TeleoperatorIntervener, make_teleoperator
 from support import online
 
@@ -56,7 +56,9 @@ class Angles(gymnasium.Env):
 
 
 def intervener(device, env=None, **settings) -> TeleoperatorIntervener:
-    return TeleoperatorIntervener(device, env or Steps(), RLConfig(intervener="a.device:Device", fps=0, **settings))
+    return TeleoperatorIntervener(
+        device, env or Steps(), RLConfig(intervener="a.device:Device", fps=0, **settings)
+    )
 
 
 HELPS = (Said.IS_INTERVENTION,)

@@ -1,4 +1,4 @@
-"""gym_hil's arm, where it is installed: seeded fully, solved by the expert, learned in, and brought back after a stop."""
+"""gym_hil's arm, where it is installed: seeded fully, solved by the expert, and brought back after a stop."""
 
 import importlib.util
 

@@ -34,7 +34,7 @@ class RLConfig(SACSettings):
     (last); or 1 at the first step with next.success, where the episode ends."""
     intervener: str = setting("none", may_change=True)
     """Who takes over while the policy acts: nobody (none), an expert in simulation (scripted), a person with the
-    keyboard of the terminal (keyboard), or with a teleoperator like LeRobot's: package.module:CLASS or FILE.py:CLASS."""
+    terminal's keyboard (keyboard), or with a teleoperator like LeRobot's: package.module:CLASS or FILE.py:CLASS."""
     intervener_settings: dict[str, Any] = setting(dict, may_change=True)
     """Arguments of the teleoperator, or of its config, such as {port: /dev/ttyACM0}."""
     fps: float | None = setting(None, at_least=0, may_change=True)

@@ -79,7 +79,7 @@ class CropAndResize(Wrapper):
             image = image.transpose(1, 2, 0)
         if name in self.crops:
             top, left, height, width = self.crops[name]
-            if not (0 <= top and 0 <= left and top + height <= len(image) and left + width <= image.shape[1]):
+            if not (top >= 0 and left >= 0 and top + height <= len(image) and left + width <= image.shape[1]):
                 raise ConfigError(
                     f"env.processor.image_preprocessing.crop_params_dict.{name}={list(self.crops[name])} is not inside "
                     f"of the image, which has {len(image)} rows and {image.shape[1]} columns: give [top, left, height, "

@@ -280,9 +280,7 @@ def as_lerobot(config: PolicyConfig) -> dict[str, Any]:
     """The policy's settings as LeRobot writes them."""
     plain = to_plain(config.for_lerobot())
     ours = {name: value for name, value in plain.items() if name not in config.unknown_to_lerobot}
-    theirs = {
-        name: value for name, value in LEROBOT_ONLY.items() if name not in config.unknown_to_lerobot
-    }
+    theirs = {name: value for name, value in LEROBOT_ONLY.items() if name not in config.unknown_to_lerobot}
     return {"type": config.lerobot_type or config.type, **ours, **theirs}
 
 

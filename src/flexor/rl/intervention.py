@@ -65,7 +65,5 @@ def make_intervener(settings: RLConfig, env: Env) -> Intervener:
                 "--env.type=place or --env.type=gym_hil."
             )
         return ScriptedIntervener()
-    teleoperator = (
-        Keyboard() if kind == "keyboard" else make_teleoperator(kind, settings.intervener_settings)
-    )
+    teleoperator = Keyboard() if kind == "keyboard" else make_teleoperator(kind, settings.intervener_settings)
     return TeleoperatorIntervener(teleoperator, env, settings)

@@ -61,7 +61,7 @@ class ClassifiedReward(gymnasium.Wrapper[Any, Any, Any, Any]):
             if name not in available or available[name].shape != feature.shape:
                 described = ", ".join(f"{n} {list(v.shape)}" for n, v in available.items())
                 raise ConfigError(
-                    f"rl.reward_classifier={self.settings.reward_classifier} sees {name} {list(feature.shape)}, but the "
-                    f"environment gives {described}. Train it on images of this environment, or crop and resize them "
-                    "with --env.processor.image_preprocessing."
+                    f"rl.reward_classifier={self.settings.reward_classifier} sees {name} {list(feature.shape)}, but "
+                    f"the environment gives {described}. Train it on images of this environment, or crop and resize "
+                    "them with --env.processor.image_preprocessing."
                 )

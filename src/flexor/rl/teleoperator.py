@@ -65,7 +65,9 @@ def make_teleoperator(where: str, settings: Mapping[str, Any]) -> Teleoperator:
     label = f"rl.intervener={where}"
     module, _, name = where.rpartition(":")
     try:
-        namespace = runpy.run_path(module) if module.endswith(".py") else vars(importlib.import_module(module))
+        namespace = (
+            runpy.run_path(module) if module.endswith(".py") else vars(importlib.import_module(module))
+        )
     except (OSError, ImportError, ValueError) as error:
         raise ConfigError(
             f"{label}: {module or 'it'} can't be imported: {error}. Use none, scripted, keyboard, or a class of "
@@ -78,7 +80,9 @@ def make_teleoperator(where: str, settings: Mapping[str, Any]) -> Teleoperator:
     try:
         teleoperator = make(**settings) if config_class is None else make(config_class(**settings))
     except TypeError as error:
-        raise ConfigError(f"{label} does not accept rl.intervener_settings={dict(settings)}: {error}") from error
+        raise ConfigError(
+            f"{label} does not accept rl.intervener_settings={dict(settings)}: {error}"
+        ) from error
     missing = [part for part in PARTS if not callable(getattr(teleoperator, part, None))]
     if missing:
         raise ConfigError(f"{label}: {name} is no teleoperator like LeRobot's: it has no {missing[0]}().")

@@ -1,7 +1,8 @@
 """The reward classifier of HIL-SERL (Luo et al. 2024, https://arxiv.org/abs/2410.21845), as LeRobot has it.
 
-Each camera's image goes through a pretrained ResNet-10, learned sums over the image and a layer; another network decides
-from all cameras. Parameter names are LeRobot's. Unlike in LeRobot, all of it learns but the encoder, if that is frozen.
+Each camera's image goes through a pretrained ResNet-10, learned sums over the image and a layer; a small network
+decides from all cameras. Parameter names are LeRobot's. Unlike in LeRobot, all of it learns but the encoder, if that
+is frozen.
 """
 
 from __future__ import annotations
