@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 from math import inf
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, ClassVar, NamedTuple, Self
+from typing import Any, ClassVar, Self
 
 import torch
 from torch import Tensor, nn
@@ -18,6 +18,7 @@ from flexor.core.errors import ConfigError
 from flexor.core.rng import NoiseSource
 from flexor.core.typed import setting
 from flexor.policies.adapters import ALL_LINEAR
+from flexor.policies.calibration import Calibration
 from flexor.policies.features import Kind, Normalization, PolicyFeature
 from flexor.policies.image_encoder import ImageEncoder
 from flexor.policies.lerobot_settings import LerobotSetting
@@ -27,18 +28,6 @@ from flexor.policies.processing.rename_and_move import RenameObservations, ToBat
 from flexor.policies.weight_names import WeightNames
 
 MOST_DROPOUT = 0.99  # dropout of 1 would leave nothing to learn from
-
-
-class Calibration(NamedTuple):
-    """What `flexor plan --calibrate` trains a policy on to measure a machine."""
-
-    cameras: int = 2
-    height: int = 480
-    width: int = 640
-    settings: Mapping[str, Any] = {}
-    """Of the policy. A large one has few layers: many take as long each."""
-    narrow: Mapping[str, Any] = {}
-    """Settings of a smaller network with the same operations, to measure the host time of each operation."""
 
 
 @dataclass

@@ -46,8 +46,8 @@ class Learner:
         Those of discarded episodes don't count. So updates that were computed from them are not repeated, but the
         learner waits until as many steps were collected again.
         """
-        kept = self.buffer.transitions - self.buffer.discarded
-        return max(0, kept - self.settings.learning_starts + 1) * self.settings.updates
+        learnable = self.buffer.transitions - self.buffer.discarded
+        return max(0, learnable - self.settings.learning_starts + 1) * self.settings.updates
 
     def learn(self) -> Figures | None:
         """All updates that are due. What the last one measured; None if there was none."""

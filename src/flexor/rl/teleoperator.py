@@ -107,7 +107,7 @@ class TeleoperatorIntervener:
         self.period = 1 / fps if fps else 0.0
         self.next_step = time.monotonic()
         self.acting = False
-        self.said = NO_EVENTS
+        self.newest_events = NO_EVENTS
         self._call("connect")
 
     def action(self, env: gymnasium.Env[Any, Any], step: int) -> np.ndarray | None:
@@ -117,7 +117,7 @@ class TeleoperatorIntervener:
         success, terminate, rerecord = (
             events.get(name, False) for name in ("success", "terminate_episode", "rerecord_episode")
         )
-        self.said = Events(success, terminate or (success and self.terminate_on_success), rerecord)
+        self.newest_events = Events(success, terminate or (success and self.terminate_on_success), rerecord)
         acting = events.get("is_intervention", False)
         if acting != self.acting:
             log.info("step %d of the episode: %s", step, "somebody took over" if acting else "handed back")
@@ -125,7 +125,7 @@ class TeleoperatorIntervener:
         return self._vector(action) if acting else None
 
     def events(self) -> Events:
-        return self.said
+        return self.newest_events
 
     def close(self) -> None:
         self._call("disconnect")
