@@ -2,9 +2,9 @@
 
     python tests/parity/run.py [PART ...]
 
-Parts are data, writer, repair, edit, colour, augment, depth, adapters, hub, renamed, optimizers, robot; a folder beside
-this file (act, vqbet, ...) for what a kind of policy computes; exchange-KIND for its checkpoints, and exchange for
-those of all. Without any, all of them.
+Parts are data, writer, repair, edit, colour, augment, depth, adapters, classifier, hub, renamed, optimizers, robot; a
+folder beside this file (act, vqbet, ...) for what a kind of policy computes; exchange-KIND for its checkpoints, and
+exchange for those of all. Without any, all of them.
 
 Prints what was compared and the largest difference, and exits with 1 if one is too large. LeRobot runs
 in an environment of its own: $LEROBOT_PYTHON, or .venv-lerobot, which is made if it is not there.
@@ -27,6 +27,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))  # where it is a package
 from parity import (
     adapters,
     augment_flexor,
+    classifier,
     colour,
     compare_data,
     depth,
@@ -151,6 +152,7 @@ PARTS: dict[str, Callable[[Path, Path], Iterator[Row]]] = {
     "augment": augment,
     "depth": depth_maps,
     "adapters": adapters.rows,
+    "classifier": classifier.rows,
     "hub": hub.rows,
     "renamed": renamed.rows,
     "optimizers": optimizers.rows,

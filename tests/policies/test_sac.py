@@ -11,10 +11,10 @@ from flexor.core.errors import ConfigError
 from flexor.core.rng import Noise
 from flexor.policies import make_policy, policy_class
 from flexor.policies.features import Kind, PolicyFeature
+from flexor.policies.nn.resnet10 import ResNet10
 from flexor.policies.pretrained import Pretrained, load_pretrained, save_pretrained
 from flexor.policies.sac.algorithm import SACAlgorithm, TransitionBatch
 from flexor.policies.sac.config import ActorNetwork, CriticNetwork, SACConfig
-from flexor.policies.sac.networks import ResNet10
 from flexor.policies.sac.settings import SACSettings
 from flexor.policies.weight_names import unique_state
 

@@ -86,7 +86,7 @@ def test_actors_take_turns_and_every_next_state_is_of_the_same_actor(capacity):
         expected = expected_transitions(stored, capacity)
         assert replay.collected.count == len(expected)
         if expected:
-            before, after, _ = draw(replay, 400)
+            before, after, _ = draw(replay, 4000)
             assert {(*b, *a) for b, a in zip(before.tolist(), after.tolist())} == expected
     assert replay.transitions == 78
 
@@ -128,6 +128,37 @@ def test_without_demonstrations_a_batch_is_full():
     replay = buffer(100)
     replay.extend(episodes([20]))
     assert len(draw(replay, 64)[2]["action"]) == 64
+
+
+def test_without_demonstrations_half_of_a_batch_is_interventions():
+    replay = buffer(100)
+    replay.extend(episodes([20], interventions={3, 4}))
+    actions = draw(replay, 1000)[2]["action"][:, 0]
+    assert {*actions[:500].tolist()} == {*range(20)} and {*actions[500:].tolist()} == {3, 4}
+
+
+def discard(records: np.ndarray, episode: int) -> np.ndarray:
+    """The records, of which a person has discarded an episode."""
+    last = np.append(np.flatnonzero(records["is_step"] == 0)[1:], len(records)) - 1
+    records["discarded"][last[episode]] = 1
+    return records
+
+
+@pytest.mark.parametrize("capacity", [9, 13, 100])
+@pytest.mark.parametrize("chunk", [1, 4, 50])
+def test_a_discarded_episode_is_not_drawn_but_counts_as_steps(capacity, chunk):
+    """Wherever the ring's head is, and however many records come at once."""
+    records = discard(episodes([4, 3, 5, 2], interventions={5, 6, 8}), 1)
+    replay = buffer(capacity)
+    for place in range(0, len(records), chunk):
+        replay.extend(records[place : place + chunk])
+    before, after, step = draw(replay, 500)
+    newest = records[-capacity + 1 :] if capacity < len(records) else records
+    kept = {*newest["action"][newest["is_step"] == 1, 0].tolist()} - {4.0, 5.0, 6.0}
+    assert {*step["action"][:250, 0].tolist()} == kept
+    assert {*step["action"][250:, 0].tolist()} == {8.0}
+    assert (before[:, 0] == after[:, 0]).all() and (before[:, 1] + 1 == after[:, 1]).all()
+    assert replay.transitions == 14 and replay.discarded == 3
 
 
 @pytest.mark.parametrize("chunk", [1, 3, 50])

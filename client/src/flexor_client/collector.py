@@ -115,12 +115,14 @@ class Collector:
         truncated: bool = False,
         success: bool = False,
         intervention: bool = False,
+        discarded: bool = False,
         penalty: float = 0.0,
     ) -> np.ndarray | None:
         """What the robot did and what it sees now; the next action, or None: hold, or the episode is over.
 
         `action`: what the robot really did, also if a person did it (`intervention`); None: it held. `terminated`: the
-        task is over. `truncated`: time is up, or somebody ended the episode.
+        task is over. `truncated`: time is up, or somebody ended the episode. `discarded`: of the last step of an
+        episode that is not to be learned from.
         """
         if not self._in_episode:
             raise ClientError("An episode begins with `begin`.")
@@ -133,7 +135,8 @@ class Collector:
             self._first = None
         outcome = {"reward": float(reward), "penalty": float(penalty)}
         flags = {"terminated": terminated, "truncated": truncated, "success": success}
-        flags = {name: bool(flag) for name, flag in {**flags, "intervention": intervention}.items()}
+        flags |= {"intervention": intervention, "discarded": discarded}
+        flags = {name: bool(flag) for name, flag in flags.items()}
         number = self._add(observed, is_step=True, action=self._executed(action), **outcome, **flags)
         self._in_episode = not (terminated or truncated)
         return self._answer(number) if self._in_episode else None

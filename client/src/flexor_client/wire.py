@@ -72,12 +72,13 @@ A text frame means that the observation could not be used; it says what is wrong
   "task"}. The answer is {"starting": True}, then hello is to be sent again; or {"received": the last record of this id,
   "policy": its settings, "seed", "actor": its number, "max_lag"}
 - `records`: a list, and `first`, the number of the first of them. A record: {"is_step", "terminated", "truncated",
-  "intervention", "success": booleans, "reward", "penalty": numbers, "update": the updates of the weights that acted,
-  "action": [A], "observation": {name: value}}; values as above. The first record of an episode has `is_step` false and
-  an observation only; the others have the observation after their step. The answer: {"received", "behind": steps that
-  are not learned from yet, "update": that of the newest weights, "finished": whether the run is over, "action": [A] for
-  the last observation, if the policy is with the learner and the episode goes on}. What is `received` is in the
-  learner's file. A record with a number that it has is left out; after a gap, so is the rest of the episode
+  "intervention", "success", "discarded": booleans, "reward", "penalty": numbers, "update": the updates of the weights
+  that acted, "action": [A], "observation": {name: value}}; values as above. The first record of an episode has
+  `is_step` false and an observation only; the others have the observation after their step. The answer: {"received",
+  "behind": steps that are not learned from yet, "update": that of the newest weights, "finished": whether the run is
+  over, "action": [A] for the last observation, if the policy is with the learner and the episode goes on}. What is
+  `received` is in the learner's file. A record with a number that it has is left out; after a gap, so is the rest of
+  the episode
 - `status`: True. The same answer, without an action
 - `weights`: the updates of those that the actor has, or -1. The answer: {"update", "weights": {name: array}}, those
   that have changed

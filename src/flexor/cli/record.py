@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import math
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -127,7 +128,7 @@ def _record_served(
     from flexor.config.parse import nest, parse_flags
     from flexor.config.schema import EnvConfig
     from flexor.core.typed import from_plain
-    from flexor.evaluate.envs import make_env
+    from flexor.evaluate.envs import open_env
     from flexor.evaluate.served import record_served
 
     flags = parse_flags(settings)
@@ -145,7 +146,7 @@ def _record_served(
     counts = record_served(
         root,
         server,
-        lambda: make_env(kind, task=env.task, package=env.package, **kwargs),
+        lambda: open_env(replace(env, type=kind, kwargs=kwargs)),
         episodes=parsed["episodes"],
         seed=parsed["seed"],
         max_steps=env.max_steps,

@@ -42,8 +42,9 @@ ENV_PACKAGES = (
     "gym_pusht",
     "gym_aloha",
     "gym_xarm",
+    "gym_hil",
 )  # of LeRobot's environments: any run may name them
-SHORT_ENV_NAMES = ("place", "pusht", "aloha", "xarm")  # of environments in these packages
+SHORT_ENV_NAMES = ("place", "pusht", "aloha", "xarm", "gym_hil")  # of environments in these packages
 # Settings of these groups depend on their type: choosing another type drops the settings given before.
 TYPED_GROUPS = ("policy", "optimizer", "scheduler")
 
@@ -155,13 +156,16 @@ def _learns_online(flags: Mapping[str, Any]) -> bool:
 
 
 def code_in(flat: Mapping[str, Any]) -> list[str]:
-    """The code that settings ask to run: the policy's, if it is not built in, and the environment's package."""
+    """The code that settings ask to run: the policy's, if it is not built in, the environment's package, and the class
+    by which a person takes over."""
     kind, (namespace, slash, _) = str(flat.get("policy.type")), str(flat.get("env.type")).partition("/")
     code = [settled(kind)] if is_code(kind) else []
     # with env.task, the environment is one of the package TYPE: see evaluate/envs.py
     is_package = slash or (flat.get("env.task") is not None and namespace not in (*SHORT_ENV_NAMES, "None"))
     package = flat.get("env.package") or (namespace if is_package else "")
-    return [*code, str(package)] if package and package not in ENV_PACKAGES else code
+    code += [str(package)] if package and package not in ENV_PACKAGES else []
+    intervener = str(flat.get("rl.intervener"))
+    return [*code, settled(intervener)] if is_code(intervener) else code
 
 
 def build_config(*layers: dict[str, Any]) -> TrainConfig:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal
 
 from flexor.core.typed import setting
 from flexor.policies.sac.settings import SACSettings
@@ -53,8 +53,21 @@ class RLConfig(SACSettings):
     reward: Literal["recorded", "last", "success"] = "recorded"
     """Rewards of the demonstrations: the dataset's next.reward and next.done; 1 at the last step of each episode
     (last); or 1 at the first step with next.success, where the episode ends."""
-    intervener: Literal["none", "scripted"] = "none"
-    """Who takes over while the policy acts: nobody, or the expert of the built-in task."""
+    intervener: str = setting("none", may_change=True)
+    """Who takes over while the policy acts: nobody (none), an expert in simulation (scripted), a person with the
+    terminal's keyboard (keyboard), or with a teleoperator like LeRobot's: package.module:CLASS or FILE.py:CLASS."""
+    intervener_settings: dict[str, Any] = setting(dict, may_change=True)
+    """Arguments of the teleoperator, or of its config, such as {port: /dev/ttyACM0}."""
+    fps: float | None = setting(None, at_least=0, may_change=True)
+    """Steps per second in the environment, at most, where a person may take over; 0: as fast as possible. Default:
+    those of the environment."""
+    reward_classifier: str | None = None
+    """Reward classifier that says when the task is done: a run, checkpoint or Hub repository of policy.type=
+    reward_classifier, also LeRobot's. Its reward of 1 replaces the environment's rewards."""
+    success_threshold: float = setting(0.5, more_than=0, less_than=1)
+    """Probability from which on the reward classifier says that the task is done."""
+    terminate_on_success: bool = True
+    """Whether an episode ends when a person or the reward classifier says that the task is done."""
     image_shift: int = setting(4, at_least=0)
     """Images of a batch are shifted at random by up to this many pixels; 0: not at all."""
 

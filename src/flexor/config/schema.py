@@ -9,6 +9,7 @@ from collections import Counter
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from flexor.config.environment import EnvConfig
 from flexor.config.profile import parse_profile
 from flexor.config.rl import RLConfig
 from flexor.core.errors import ConfigError
@@ -36,26 +37,17 @@ GROUPS = (
     "checkpoint",
     "parallel",
     "env",
+    "env.processor",
+    "env.processor.image_preprocessing",
+    "env.processor.gripper",
+    "env.processor.reset",
+    "env.processor.inverse_kinematics",
     "eval",
     "wandb",
     "trackio",
     "rl",
     "rl.serve",
 )
-
-
-@dataclass(frozen=True)
-class EnvConfig:
-    type: str | None = None
-    """Environment to evaluate in: place (the built-in task), pusht, or any gymnasium id."""
-    task: str | None = None
-    """Name of the environment, if the package has several, such as AlohaInsertion-v0."""
-    package: str | None = None
-    """Package to import so that the environment is registered, such as gym_pusht."""
-    kwargs: dict[str, Any] = field(default_factory=dict)
-    """Arguments passed to the environment, such as {obs_type: pixels_agent_pos}."""
-    max_steps: int | None = setting(None, at_least=1)
-    """Maximum steps per episode; default: the environment's own limit."""
 
 
 @dataclass(frozen=True)

@@ -5,13 +5,17 @@ from __future__ import annotations
 import difflib
 import importlib
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import gymnasium
 import numpy as np
 
 import flexor.sim  # noqa: F401  (registers the built-in task)
+from flexor.config.environment import EndEffectorSettings, EnvConfig, EnvProcessor, GripperSettings
 from flexor.core.errors import ConfigError, FlexorError
+from flexor.evaluate.env_steps import with_steps
+from flexor.sim import hil
 from flexor.sim.task import ENV_ID
 
 # The names that `lerobot-train --env.type` supports, with the arguments that LeRobot passes for them.
@@ -20,6 +24,7 @@ SHORT_NAMES: dict[str, tuple[str, dict[str, Any]]] = {
     "pusht": ("gym_pusht/PushT-v0", {"obs_type": "pixels_agent_pos", "max_episode_steps": 300}),
     "aloha": ("gym_aloha/AlohaInsertion-v0", {"obs_type": "pixels_agent_pos", "max_episode_steps": 400}),
     "xarm": ("gym_xarm/XarmLift-v0", {"obs_type": "pixels_agent_pos", "max_episode_steps": 200}),
+    "gym_hil": (f"{hil.PACKAGE}/{hil.TASK}", {"image_obs": True}),
 }
 
 
@@ -35,6 +40,10 @@ def make_env(
     env_id, defaults = SHORT_NAMES.get(env_type, (env_type, {}))
     if task is not None:
         env_id = f"{env_id.split('/')[0]}/{task}"
+    is_hil = env_id.startswith(f"{hil.PACKAGE}/")
+    if is_hil:
+        hil.render_without_screen()
+        defaults = {**hil.arguments(env_id), **defaults}
     if package is not None or env_id not in gymnasium.registry:
         _import_package(env_id, package)
     if env_id not in gymnasium.registry:
@@ -42,11 +51,35 @@ def make_env(
     settings = {"render_mode": "rgb_array", **defaults, **kwargs}
     try:
         # gymnasium's checker warns about every unusual observation; Flexor checks observations below.
-        return gymnasium.make(env_id, disable_env_checker=True, **settings)
+        env = gymnasium.make(env_id, disable_env_checker=True, **settings)
     except TypeError as error:
         raise ConfigError(f"{env_id} does not accept the settings {settings}: {error}") from error
     except gymnasium.error.Error as error:
         raise ConfigError(f"{env_id} can't be created with the settings {settings}: {error}") from error
+    return hil.GymHIL(env) if is_hil else env
+
+
+def open_env(settings: EnvConfig) -> gymnasium.Env[Any, Any]:
+    """The environment of a run, with the steps between it and the policy."""
+    assert settings.type is not None
+    kwargs, processor = dict(settings.kwargs), settings.processor
+    if settings.type.startswith(hil.PACKAGE):
+        kwargs, processor = _computed_by_gym_hil(kwargs, processor)
+    env = make_env(settings.type, task=settings.task, package=settings.package, **kwargs)
+    return with_steps(env, processor)
+
+
+def _computed_by_gym_hil(
+    kwargs: dict[str, Any], processor: EnvProcessor
+) -> tuple[dict[str, Any], EnvProcessor]:
+    """gym_hil has penalties of its gripper and steps of its arm itself: they become arguments of it."""
+    penalty, steps = (
+        processor.gripper.gripper_penalty,
+        processor.inverse_kinematics.end_effector_step_sizes,
+    )
+    kwargs = {**({"gripper_penalty": penalty} if penalty else {}), **kwargs}
+    kwargs = {**({"ee_step_size": steps} if steps else {}), **kwargs}
+    return kwargs, replace(processor, gripper=GripperSettings(), inverse_kinematics=EndEffectorSettings())
 
 
 def _import_package(env_id: str, package: str | None) -> None:

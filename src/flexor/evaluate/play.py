@@ -14,7 +14,7 @@ import torch
 from flexor.config.schema import EnvConfig, EvalConfig
 from flexor.core.console import Progress
 from flexor.core.log import log
-from flexor.evaluate.envs import make_env
+from flexor.evaluate.envs import open_env
 from flexor.evaluate.film import write_video
 from flexor.evaluate.rollout import Actor, Episode, rollout
 
@@ -45,7 +45,7 @@ def play(
     recorded = seeds[: settings.videos] if videos else []
     assert env.type is not None
 
-    make = functools.partial(make_env, env.type, task=env.task, package=env.package, **env.kwargs)
+    make = functools.partial(open_env, env)
     with full_float32():
         episodes = rollout(
             make,

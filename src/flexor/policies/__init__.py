@@ -34,17 +34,17 @@ ONLINE_POLICIES = {"sac": "flexor.policies.sac.policy:SAC"}
 LEROBOT_TYPES = {"gaussian_actor": "sac"}
 """LeRobot's types whose policies have other names here."""
 
-BUILT_IN = {**POLICIES, **ONLINE_POLICIES}
+REWARD_MODELS = {"reward_classifier": "flexor.policies.reward_classifier.policy:RewardClassifier"}
+"""Those that do not act: they learn from a dataset which rewards a policy deserves."""
+
+BUILT_IN = {**POLICIES, **ONLINE_POLICIES, **REWARD_MODELS}
 
 ONLY_IN_LEROBOT = (
-    *(
-        "evo1",
-        "fastwam",
-        "lingbot_va",
-        "molmoact2",
-        "vla_jepa",
-    ),
-    "reward_classifier",
+    "evo1",
+    "fastwam",
+    "lingbot_va",
+    "molmoact2",
+    "vla_jepa",
 )
 """LeRobot's types of policies that Flexor does not have."""
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 from math import inf
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, ClassVar, NamedTuple, Self
+from typing import Any, ClassVar, Self
 
 import torch
 from torch import Tensor, nn
@@ -18,6 +18,7 @@ from flexor.core.errors import ConfigError
 from flexor.core.rng import NoiseSource
 from flexor.core.typed import setting
 from flexor.policies.adapters import ALL_LINEAR
+from flexor.policies.calibration import Calibration
 from flexor.policies.features import Kind, Normalization, PolicyFeature
 from flexor.policies.image_encoder import ImageEncoder
 from flexor.policies.lerobot_settings import LerobotSetting
@@ -29,18 +30,6 @@ from flexor.policies.weight_names import WeightNames
 MOST_DROPOUT = 0.99  # dropout of 1 would leave nothing to learn from
 
 
-class Calibration(NamedTuple):
-    """What `flexor plan --calibrate` trains a policy on to measure a machine."""
-
-    cameras: int = 2
-    height: int = 480
-    width: int = 640
-    settings: Mapping[str, Any] = {}
-    """Of the policy. A large one has few layers: many take as long each."""
-    narrow: Mapping[str, Any] = {}
-    """Settings of a smaller network with the same operations, to measure the host time of each operation."""
-
-
 @dataclass
 class PolicyConfig:
     """Settings every policy has, under LeRobot's names."""
@@ -50,6 +39,8 @@ class PolicyConfig:
     """What LeRobot calls the type, if that is another name."""
     learns_online: ClassVar[bool] = False
     """Whether the policy learns from rewards while it acts (`flexor.rl`), not from a dataset alone."""
+    processor_names: ClassVar[tuple[str, str]] = (PREPROCESSOR, POSTPROCESSOR)
+    """What the files with the processing before and after the policy are called."""
     calibration: ClassVar[Calibration | None] = None
     """None: calibration skips the policy."""
     trains_in_bf16: ClassVar[bool] = False
@@ -166,10 +157,11 @@ class PolicyConfig:
         self, stats: Stats, device: str, rename_map: Mapping[str, str] | None = None
     ) -> tuple[Pipeline, Pipeline]:
         """The processing before and after the policy, which computes on `device`."""
-        before = Pipeline(PREPROCESSOR, self.steps_before(stats)).to(device)
+        before_name, after_name = self.processor_names
+        before = Pipeline(before_name, self.steps_before(stats)).to(device)
         if rename_map:
             before = with_renaming(before, rename_map)
-        return before, Pipeline(POSTPROCESSOR, self.steps_after(stats))
+        return before, Pipeline(after_name, self.steps_after(stats))
 
     @property
     def ensemble_coefficient(self) -> float | None:
@@ -193,6 +185,11 @@ class PolicyConfig:
     def reward_deltas(self) -> list[int] | None:
         """Steps of rewards (`next.reward`) relative to now; None for a policy that learns without them."""
         return None
+
+    @property
+    def label_columns(self) -> Sequence[str]:
+        """Columns of the dataset that the loss reads besides inputs, outputs and rewards: a number per sample."""
+        return ()
 
     @property
     def action_steps(self) -> int:
@@ -352,6 +349,8 @@ class Policy(nn.Module):
     """Whether `predict` can continue the last chunk: see `nn/real_time.py`."""
     weight_names: ClassVar[WeightNames] = WeightNames()
     """How the names of its weights in files differ from those here."""
+    evaluated_parts: ClassVar[tuple[str, ...]] = ()
+    """Parts of the loss that are reported for held-out episodes, too."""
     optimizes_frozen: ClassVar[bool] = False
     """Whether the optimizer gets frozen parameters too, without an effect: LeRobot's numbers them."""
 

@@ -49,7 +49,7 @@ from flexor.policies.meta_init import parameters_without_memory, with_memory
 from flexor.policies.nn.real_time import GUIDANCE_WEIGHTS, PREVIOUS, RealTimeSettings
 from flexor.policies.predict_graph import PredictGraphs
 from flexor.policies.processing.normalize import NormalizationStep
-from flexor.policies.processing.pipeline import POSTPROCESSOR, PREPROCESSOR, Pipeline, StepContext, read_steps
+from flexor.policies.processing.pipeline import PREPROCESSOR, Pipeline, StepContext, read_steps
 from flexor.policies.processing.rename_and_move import RenameObservations
 from flexor.policies.sizes import check_sizes
 
@@ -213,7 +213,7 @@ def read_config(path: str, overrides: dict[str, Any] | None = None) -> PolicyCon
         config = from_plain(cls, {**settings, **changes}, "policy")
         config = config.with_saved_files(folder)
         check_sizes(config)
-        if (file := folder / f"{PREPROCESSOR}.json").is_file():
+        if (file := folder / f"{cls.processor_names[0]}.json").is_file():
             config = config.with_saved_steps(read_steps(file))
         config.validate()
     except MALFORMED as error:
@@ -280,7 +280,8 @@ def as_lerobot(config: PolicyConfig) -> dict[str, Any]:
     """The policy's settings as LeRobot writes them."""
     plain = to_plain(config.for_lerobot())
     ours = {name: value for name, value in plain.items() if name not in config.unknown_to_lerobot}
-    return {"type": config.lerobot_type or config.type, **ours, **LEROBOT_ONLY}
+    theirs = {name: value for name, value in LEROBOT_ONLY.items() if name not in config.unknown_to_lerobot}
+    return {"type": config.lerobot_type or config.type, **ours, **theirs}
 
 
 def save_weights(kind: str, weights: Mapping[str, Tensor], file: Path) -> None:
@@ -294,10 +295,11 @@ def load_pretrained(path: str, device: str = "cpu", overrides: dict[str, Any] | 
     folder = find_folder(path)
     verify(folder)
     config = read_config(str(folder), overrides)
-    before = Pipeline.load(folder, PREPROCESSOR)
+    before_name, after_name = config.processor_names
+    before = Pipeline.load(folder, before_name)
     before = replace(before, steps=config.completed(before.steps)).to(device)
     before.prepare()
-    after = Pipeline.load(folder, POSTPROCESSOR).connect(before)
+    after = Pipeline.load(folder, after_name).connect(before)
     with without_initial_weights(config):
         policy = make_policy(config)
     policy.cast_to_act(stored_dtypes(policy, folder))

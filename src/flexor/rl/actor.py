@@ -26,7 +26,9 @@ from flexor.rl.acting import ActingPolicy
 from flexor.rl.collector import Collector
 from flexor.rl.environment import fitted, open_env, spec_of
 from flexor.rl.intervention import make_intervener
+from flexor.rl.record_reader import FLAGS
 from flexor.rl.records import observed_names, record_type
+from flexor.rl.reward import with_classifier
 from flexor.rl.spec import EnvironmentSpec
 from flexor.train.stopping import StopSignal
 from flexor_client.address import Address
@@ -66,7 +68,13 @@ class ActorResult:
 
 def collect(settings: ActorSettings, env: EnvConfig, rl: RLConfig) -> ActorResult:
     """Act until the learner has all its steps, or a signal comes."""
-    with StopSignal() as stop, client_errors(), closing(open_env(env)) as opened:
+    rewarding = with_classifier(open_env(env), rl, torch.device(settings.device))
+    with (
+        StopSignal() as stop,
+        client_errors(),
+        closing(rewarding) as opened,
+        closing(make_intervener(rl, opened)) as intervener,
+    ):
         stop.stepping = True
         spec, spool = spec_of(opened), Spool(settings.spool)
         address = Address(settings.learner.url, settings.learner.api_key, settings.learner.certificate)
@@ -79,7 +87,6 @@ def collect(settings: ActorSettings, env: EnvConfig, rl: RLConfig) -> ActorResul
             if stop.signal is None:
                 acting, layout = _policy(link.welcome, spec, settings.device)
                 link.on_weights = acting.offer
-                intervener = make_intervener(rl.intervener, opened)
                 collector = Collector(opened, acting, intervener, layout, key_of(spool.id))
                 _act(link, collector, stop, result, settings)
         finally:
@@ -169,7 +176,7 @@ def _message(record: np.ndarray, jpeg: int | None) -> dict[str, Any]:
     message = {"is_step": bool(row["is_step"]), "update": int(row["update"]), "observation": observed}
     if not row["is_step"]:
         return message
-    flags = {name: bool(row[name]) for name in ("terminated", "truncated", "intervention", "success")}
+    flags = {name: bool(row[name]) for name in FLAGS}
     return {
         **message,
         **flags,

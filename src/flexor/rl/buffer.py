@@ -45,11 +45,13 @@ class ReplayBuffer:
         # of each place in the ring: the place of the same actor's record before it, and of its step after it
         self.before, self.following = np.zeros(capacity, np.int64), np.full(capacity, -1)
         self.newest: dict[int, int] = {}  # the number of each actor's last record
+        self.episodes: dict[int, list[int]] = {}  # the numbers of the steps of each actor's newest episode
         self.collected, self.interventions = (_Drawable(capacity, self.first_row, device) for _ in range(2))
         self.count = self.transitions = 0  # records, and steps among them, that were ever collected
+        self.discarded = 0  # steps of discarded episodes
 
     def extend(self, records: np.ndarray) -> None:
-        """Add collected records, in their order."""
+        """Add collected records, in their order. An episode that was discarded can't be drawn any more."""
         for start in range(0, len(records), self.capacity):
             self._extend(records[start : start + self.capacity])
 
@@ -58,9 +60,11 @@ class ReplayBuffer:
         before_end = min(len(records), self.capacity - first)
         self._write(self.first_row + first, records[:before_end])
         self._write(self.first_row, records[before_end:])
-        fields = (records[name].tolist() for name in ("actor", "is_step", "intervention"))
-        for actor, is_step, helped in zip(*fields):
+        fields = (records[name].tolist() for name in ("actor", "is_step", "intervention", "discarded"))
+        for actor, is_step, helped, discarded in zip(*fields):
             self._count(actor, bool(is_step), bool(helped))
+            if discarded:
+                self._discard(actor)
         for drawable in (self.collected, self.interventions):
             drawable.update()
         places = (first + np.arange(len(records))) % self.capacity
@@ -83,9 +87,23 @@ class ReplayBuffer:
             self.collected.add(place)
             if helped:
                 self.interventions.add(place)
+        episode = self.episodes.setdefault(actor, [])
+        if is_step:
+            episode.append(self.count)
+        else:
+            episode.clear()
         self.newest[actor] = self.count
         self.count += 1
         self.transitions += is_step
+
+    def _discard(self, actor: int) -> None:
+        """No step of this actor's newest episode can be drawn any more."""
+        episode = self.episodes[actor]
+        self.discarded += len(episode)
+        for number in episode:
+            if number >= self.count - self.capacity:
+                self.collected.remove(number % self.capacity)
+                self.interventions.remove(number % self.capacity)
 
     def _write(self, row: int, records: np.ndarray) -> None:
         if len(records):
@@ -102,20 +120,19 @@ class ReplayBuffer:
     ) -> Tensor:
         """Rows of `count` transitions. `noise` has so many samples. Each part is drawn evenly, with repetition.
 
-        If there is nothing but one part, all are of it.
+        Without demonstrations and interventions, all are from what was collected.
         """
-        has_demonstrations = len(self.demonstrations) > 0
-        online = round(count * online_ratio) if has_demonstrations else count
+        online, demonstrations = round(count * online_ratio), len(self.demonstrations)
         places = noise.uniform(f"{name}sample", (count, 1))[:, 0].double().to(self.device)
         collected, helped = bounds.to(self.device)
-        rows = self.collected.rows[(places[:online] * collected).long()]
-        if not has_demonstrations:
-            return rows
-        demonstrations = len(self.demonstrations)
-        place = (places[online:] * (demonstrations + helped)).long()
-        from_help = self.interventions.rows[(place - demonstrations).clamp(min=0)]
-        demonstrated = self.demonstrations[place.clamp(max=demonstrations - 1)]
-        return torch.cat([rows, torch.where(place < demonstrations, demonstrated, from_help)])
+        rows = self.collected.rows[(places * collected).long()]
+        examples = demonstrations + helped
+        place = (places[online:] * examples).long()
+        example = self.interventions.rows[(place - demonstrations).clamp(min=0)]
+        if demonstrations:
+            demonstrated = self.demonstrations[place.clamp(max=demonstrations - 1)]
+            example = torch.where(place < demonstrations, demonstrated, example)
+        return torch.cat([rows[:online], torch.where(examples > 0, example, rows[online:])])
 
     def gather(self, rows: Tensor) -> tuple[dict[str, Tensor], dict[str, Tensor], dict[str, Tensor]]:
         """Observations before the steps in these rows, observations after them, and what was done and received."""

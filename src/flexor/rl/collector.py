@@ -14,6 +14,7 @@ from flexor.rl.acting import ActingPolicy
 from flexor.rl.environment import Env, action_limits
 from flexor.rl.intervention import Intervener
 from flexor.rl.records import first_record, step_record
+from flexor.rl.teleoperator import NO_EVENTS, Events
 
 
 @dataclass
@@ -26,6 +27,7 @@ class EpisodeSummary:
     interventions: int = 0
     success: bool = False
     ended: bool = False
+    discarded: bool = False
 
     def add(self, record: np.ndarray) -> None:
         row = record[0]
@@ -33,6 +35,7 @@ class EpisodeSummary:
         self.return_ += float(row["reward"])
         self.interventions += int(row["intervention"])
         self.success |= bool(row["success"])
+        self.discarded = bool(row["discarded"])
         self.ended = bool(row["terminated"] or row["truncated"])
 
 
@@ -62,10 +65,19 @@ class Collector:
             action = self.policy.action(self.observation, transition, actor)
         else:
             action = np.asarray(takeover, np.float32)
-        return self._execute(np.clip(action, self.low, self.high), takeover is not None, update)
+        events = self.intervener.events()
+        return self._execute(np.clip(action, self.low, self.high), takeover is not None, update, events)
 
-    def _execute(self, action: np.ndarray, intervention: bool, update: int) -> np.ndarray:
+    def _execute(
+        self, action: np.ndarray, intervention: bool, update: int, events: Events = NO_EVENTS
+    ) -> np.ndarray:
         observation, reward, terminated, truncated, info = self.env.step(action)
+        if info.get(
+            "is_intervention"
+        ):  # by somebody whose device is connected to the environment, as gym_hil's
+            intervention, action = True, np.asarray(info.get("teleop_action", action), np.float32)
+        if info.get("rerecord_episode"):
+            events = events._replace(rerecord_episode=True)
         self.observation = observation_to_batch(observation)
         outcome = {
             "reward": float(reward),
@@ -75,7 +87,12 @@ class Collector:
             "penalty": float(info.get("discrete_penalty", 0.0)),
         }
         record = step_record(
-            self.layout, self.observation, action, intervention=intervention, update=update, **outcome
+            self.layout,
+            self.observation,
+            action,
+            intervention=intervention,
+            update=update,
+            **events.applied(outcome),
         )
         self.episode.add(record)
         return record

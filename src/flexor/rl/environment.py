@@ -12,7 +12,8 @@ from flexor.config.schema import EnvConfig
 from flexor.core.batch import ACTION
 from flexor.core.errors import ConfigError
 from flexor.data.dataset import Dataset
-from flexor.evaluate.envs import make_env, observation_to_batch
+from flexor.evaluate import envs
+from flexor.evaluate.envs import observation_to_batch
 from flexor.evaluate.rollout import task_of
 from flexor.policies.features import Kind, PolicyFeature
 from flexor.policies.fit import IMAGENET
@@ -27,8 +28,7 @@ LIMITS = {"min", "max"}
 
 def open_env(settings: EnvConfig) -> Env:
     """The environment, with a limit of its steps."""
-    assert settings.type is not None
-    env: Env = make_env(settings.type, task=settings.task, package=settings.package, **settings.kwargs)
+    env: Env = envs.open_env(settings)
     if settings.max_steps is not None:
         return gymnasium.wrappers.TimeLimit(env, settings.max_steps)
     if env.spec is None or env.spec.max_episode_steps is None:

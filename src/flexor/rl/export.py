@@ -33,7 +33,10 @@ COLUMNS = {  # feature of the dataset -> field of a record, and its type there
 
 
 def export_records(run: Path, output: Path, progress: Progress | None = None) -> Path:
-    """Write the episodes of a run into the new folder `output`. An episode without a step is left out."""
+    """Write the episodes of a run into the new folder `output`.
+
+    An episode without a step is left out, and so is what a person has discarded.
+    """
     folder = find_last(run) / RECORDS_FOLDER
     if not (folder / SCHEMA).is_file():
         raise ConfigError(
@@ -45,6 +48,8 @@ def export_records(run: Path, output: Path, progress: Progress | None = None) ->
     try:
         with DatasetWriter(output, float(described.get("fps") or 10.0), _features(file.layout)) as writer:
             for episode in _episodes(file):
+                if episode["discarded"].any():
+                    continue
                 for frame in _frames(episode):
                     writer.add_frame(frame)
                 if len(episode) > 1:

@@ -41,8 +41,13 @@ class Learner:
         self.compute: Callable[[Learner], Figures] = compute_eagerly
 
     def updates_due(self) -> int:
-        """How many updates the transitions so far allow, which is how many there are to be in all."""
-        return max(0, self.buffer.transitions - self.settings.learning_starts + 1) * self.settings.updates
+        """How many updates the transitions so far allow, which is how many there are to be in all.
+
+        Those of discarded episodes don't count. So updates that were computed from them are not repeated, but the
+        learner waits until as many steps were collected again.
+        """
+        learnable = self.buffer.transitions - self.buffer.discarded
+        return max(0, learnable - self.settings.learning_starts + 1) * self.settings.updates
 
     def learn(self) -> Figures | None:
         """All updates that are due. What the last one measured; None if there was none."""

@@ -41,7 +41,8 @@ class RunProgress:
         self.newest: dict[str, Any] = {}
 
     def add_episode(self, episode: EpisodeSummary) -> None:
-        self.episodes.append(episode)
+        if not episode.discarded:
+            self.episodes.append(episode)
 
     def report(
         self,

@@ -19,7 +19,7 @@ from flexor.serve.request import CheckedRequest, ObservationReader
 from flexor_client.jpeg import JpegFile
 
 MOST_RECORDS = 256  # of a message
-FLAGS = ("terminated", "truncated", "intervention", "success")
+FLAGS = ("terminated", "truncated", "intervention", "success", "discarded")
 FIELDS = {"is_step", "update", "observation"}
 OF_STEPS = {"action", "reward", "penalty", *FLAGS}
 TOLERANCE = 1e-3  # of an action's range: rounding on its way
@@ -71,6 +71,8 @@ class RecordReader:
         if is_step:
             fields |= {name: _flag(message, name) for name in FLAGS}
             fields |= {name: _number(message, name) for name in ("reward", "penalty")}
+            if fields["discarded"] and not (fields["terminated"] or fields["truncated"]):
+                raise BadRequest("An episode is discarded with its last step: terminated or truncated.")
             fields[ACTION] = self._action(message["action"])
         return CheckedRecord(fields, observed)
 

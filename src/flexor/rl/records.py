@@ -31,6 +31,7 @@ OUTCOME: list[tuple[str, str]] = [
     ("truncated", "u1"),
     ("intervention", "u1"),
     ("success", "u1"),
+    ("discarded", "u1"),  # of the last step of an episode that is not learned from
     ("reward", "<f4"),
     ("penalty", "<f4"),
     ("update", "<u4"),  # of the learner, whose weights acted

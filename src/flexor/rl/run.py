@@ -30,12 +30,13 @@ from flexor.rl.buffer import ReplayBuffer
 from flexor.rl.checkpoint import load_checkpoint, save_checkpoint
 from flexor.rl.collector import Collector
 from flexor.rl.demonstrations import demonstration_records
-from flexor.rl.environment import fitted, open_env, spec_of, statistics
+from flexor.rl.environment import Env, fitted, open_env, spec_of, statistics
 from flexor.rl.graph import GraphUpdate
 from flexor.rl.intervention import make_intervener
 from flexor.rl.learner import Figures, Learner
 from flexor.rl.progress import RunProgress
 from flexor.rl.records import RecordFile, record_type
+from flexor.rl.reward import with_classifier
 from flexor.rl.serving import actor_source, save_spec, serving, spec_of_actors
 from flexor.rl.sources import READ_AT_ONCE, LocalSource, StepSource
 from flexor.train.checkpoint import folder as checkpoint
@@ -97,7 +98,7 @@ def _build(config: TrainConfig, run: Run, processes: Processes, device: torch.de
     with ExitStack() as stack:
         server = stack.enter_context(serving(config.rl.serve))
         dataset = _demonstrations(config)
-        env = None if config.env.type is None else stack.enter_context(closing(open_env(config.env)))
+        env = None if config.env.type is None else stack.enter_context(closing(_env(config, device)))
         records = run.folder / RECORDS_FOLDER
         spec = spec_of(env) if env is not None else spec_of_actors(records, server)
         policy = config.policy
@@ -126,10 +127,14 @@ def _build(config: TrainConfig, run: Run, processes: Processes, device: torch.de
             )
         else:
             assert env is not None
-            intervener = make_intervener(config.rl.intervener, env)
+            intervener = stack.enter_context(closing(make_intervener(config.rl, env)))
             acting = ActingPolicy(pretrained, config.seed)
             source = LocalSource(Collector(env, acting, intervener, layout, config.seed), file, learner)
         yield OnlineRun(config, run, learner, source, pretrained, file)
+
+
+def _env(config: TrainConfig, device: torch.device) -> Env:
+    return with_classifier(open_env(config.env), config.rl, device)
 
 
 def _demonstrations(config: TrainConfig) -> Dataset | None:

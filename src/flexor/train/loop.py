@@ -285,8 +285,8 @@ def _evaluate(
     config = state.config
     if held_out is not None and _due(state.step, config.eval_steps, state.step == config.steps):
         with watchdog.without_limit("computing the held-out loss"), state.times.part("evaluation"):
-            loss = held_out_loss(state, held_out, config.max_eval_samples)
-        run_log.log({"held_out_loss": loss})
+            losses = held_out_loss(state, held_out, config.max_eval_samples)
+        run_log.log(losses)
     if config.env.type and _due(state.step, config.env_eval_freq, False):
         with watchdog.without_limit("evaluating"), state.times.part("evaluation"):
             run_log.log(evaluate(state, run))

@@ -62,8 +62,11 @@ def _replace(policy: Policy, values: dict[str, Tensor]) -> None:
 
 
 @torch.no_grad()
-def held_out_loss(state: TrainState, dataset: Dataset, max_samples: int = 0) -> float:
-    """Mean loss over held-out samples: `max_samples` of them, evenly spread, or all (0). Each rank computes a part."""
+def held_out_loss(state: TrainState, dataset: Dataset, max_samples: int = 0) -> dict[str, float]:
+    """Mean loss over held-out samples, and the parts of it that the policy wants reported.
+
+    `max_samples` of them, evenly spread, or all (0). Each rank computes a share.
+    """
     config, engine = state.config, state.engine
     rows = sample_rows(dataset, config.policy.drop_last_frames)
     if max_samples and len(rows) > max_samples:
@@ -71,7 +74,8 @@ def held_out_loss(state: TrainState, dataset: Dataset, max_samples: int = 0) -> 
     cameras, deltas = sample_of(config.policy, config.rename_map)
     # over all rows, or the loss would depend on the batch size
     valid = valid_steps(dataset, rows[None], deltas)[0] if ACTION in deltas else None
-    total = torch.zeros((), device=engine.device)
+    names = state.policy.evaluated_parts
+    total = torch.zeros(1 + len(names), device=engine.device)
     size = state.split.batch_size
     with exported_weights(state):
         for start in range(0, len(rows), size * engine.world_size):
@@ -83,8 +87,11 @@ def held_out_loss(state: TrainState, dataset: Dataset, max_samples: int = 0) -> 
             batch = state.preprocessor({**samples, VALID_STEPS: valid, BATCH_PLACE: places})
             noise = Noise(config.seed, 0, batch[SAMPLE_ID])
             with engine.autocast():
-                total += state.policy.loss(batch, noise).per_sample.float().sum() * (len(part) > 0)
-    return float(engine.sum(total)) / len(rows)
+                loss = state.policy.loss(batch, noise)
+            values = torch.stack([loss.per_sample, *(loss.parts[name] for name in names)]).float()
+            total += values.sum(1) * (len(part) > 0)
+    means = (engine.sum(total) / len(rows)).tolist()
+    return dict(zip(("held_out_loss", *(f"held_out_{name}" for name in names)), means))
 
 
 def evaluate(state: TrainState, run: Run) -> dict[str, Any]:

@@ -36,7 +36,7 @@ from flexor.plan.trace.ops import Op, describe
 from flexor.plan.trace.trace import trace_step
 from flexor.plan.trace.traces import Traces
 from flexor.policies import POLICIES, policy_class
-from flexor.policies.base import Calibration
+from flexor.policies.calibration import Calibration
 
 PRECISIONS = ("no", "bf16")
 BATCHES = (4, 32)

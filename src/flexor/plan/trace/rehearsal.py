@@ -382,6 +382,7 @@ def _unprocessed_batch(
     if REWARD in deltas:
         batch[f"{REWARD}_is_pad"] = zeros(len(deltas[REWARD]), dtype=torch.bool)
         batch[REWARD] = zeros(len(deltas[REWARD]))
+    batch |= {name: zeros(1) for name in policy.label_columns}
     batch[SAMPLE_ID] = zeros(dtype=torch.int64)
     batch["task"] = ["do something"] * batch_size
     batch[VALID_STEPS] = float(len(deltas.get(ACTION, [0])))

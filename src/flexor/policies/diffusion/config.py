@@ -7,7 +7,7 @@ from typing import ClassVar
 
 from flexor.core.batch import ENV_STATE
 from flexor.core.errors import ConfigError
-from flexor.policies.base import Calibration
+from flexor.policies.calibration import Calibration
 from flexor.policies.nn.camera import VisionSettings
 from flexor.policies.nn.denoising import DenoisingConfig
 

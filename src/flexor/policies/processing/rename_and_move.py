@@ -64,6 +64,15 @@ def _is_vector(key: str) -> bool:
     return (key.startswith("observation.") and not key.endswith("_is_pad")) or key == ACTION
 
 
+@processing_step("lerobot.processor.pipeline.IdentityProcessorStep")  # which has no other name there
+@dataclass
+class Unchanged(ProcessingStep):
+    """Does nothing. LeRobot's reward classifiers end with it."""
+
+    def __call__(self, batch: Batch, context: StepContext = ACTING) -> Batch:
+        return batch
+
+
 @processing_step("device_processor")
 @dataclass
 class ToDevice(ProcessingStep):

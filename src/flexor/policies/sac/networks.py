@@ -11,11 +11,10 @@ from torch import Tensor, nn
 
 from flexor.core.batch import ENV_STATE, IMAGE_FEATURES, STATE
 from flexor.core.rng import NoiseSource
+from flexor.policies.nn.resnet10 import ResNet10, SpatialEmbedding, drop
 from flexor.policies.sac.config import SACConfig
 
 DROPOUT = 0.1  # of what is kept of each image, in training
-RESNET10 = (64, 128, 256, 512)  # channels of its blocks
-RESNET10_GROUPS = 4
 Observation = Mapping[str, Tensor]
 
 
@@ -61,52 +60,6 @@ class SmallConvolutions(nn.Module):
         return out
 
 
-class GroupNormBlock(nn.Module):
-    def __init__(self, inputs: int, outputs: int, stride: int):
-        super().__init__()
-        self.conv1 = nn.Conv2d(inputs, outputs, 3, stride, padding=1, bias=False)
-        self.norm1 = nn.GroupNorm(RESNET10_GROUPS, outputs)
-        self.conv2 = nn.Conv2d(outputs, outputs, 3, padding=1, bias=False)
-        self.norm2 = nn.GroupNorm(RESNET10_GROUPS, outputs)
-        self.shortcut: nn.Module | None = None
-        if inputs != outputs:
-            self.shortcut = nn.Sequential(
-                nn.Conv2d(inputs, outputs, 1, stride, bias=False), nn.GroupNorm(RESNET10_GROUPS, outputs)
-            )
-
-    def forward(self, x: Tensor) -> Tensor:
-        residual = self.norm2(self.conv2(F.relu(self.norm1(self.conv1(x)))))
-        return F.relu(residual + (x if self.shortcut is None else self.shortcut(x)))
-
-
-class SamePool(nn.Module):
-    """Max pooling with JAX's padding: on the right and below only."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        return F.max_pool2d(F.pad(x, (0, 1, 0, 1), value=float("-inf")), 3, 2)
-
-
-class ResNet10(nn.Module):
-    """HIL-SERL's image encoder: four residual blocks with group normalisation."""
-
-    def __init__(self, channels: int):
-        super().__init__()
-        stem = RESNET10[0]
-        self.embedder = nn.Sequential(
-            nn.Conv2d(channels, stem, 7, 2, padding=3, bias=False),
-            nn.GroupNorm(RESNET10_GROUPS, stem),
-            nn.ReLU(),
-            SamePool(),
-        )
-        pairs = zip((stem, *RESNET10), RESNET10)
-        blocks = [GroupNormBlock(*pair, stride=2 if number else 1) for number, pair in enumerate(pairs)]
-        self.encoder = nn.ModuleDict({"stages": nn.Sequential(*blocks)})
-
-    def forward(self, images: Tensor) -> Tensor:
-        out: Tensor = self.encoder["stages"](self.embedder(images))
-        return out
-
-
 class PretrainedConvolutions(nn.Module):
     def __init__(self, channels: int):
         super().__init__()
@@ -115,18 +68,6 @@ class PretrainedConvolutions(nn.Module):
     def forward(self, images: Tensor) -> Tensor:
         out: Tensor = self.image_enc_layers(images)
         return out
-
-
-class SpatialEmbedding(nn.Module):
-    """Feature maps [B, C, H, W] -> weighted sums over the image [B, C * K]: each channel has K learned weightings."""
-
-    def __init__(self, channels: int, height: int, width: int, count: int):
-        super().__init__()
-        self.kernel = nn.Parameter(torch.empty(channels, height, width, count))
-        nn.init.kaiming_normal_(self.kernel, nonlinearity="linear")
-
-    def forward(self, maps: Tensor) -> Tensor:
-        return torch.einsum("bchw,chwk->bck", maps, self.kernel).flatten(1)
 
 
 class SACEncoder(nn.Module):
@@ -184,7 +125,7 @@ class SACEncoder(nn.Module):
         for key in self.cameras:
             x = self.spatial_embeddings[_module_name(key)](observation[IMAGE_FEATURES + key])
             if noise is not None:
-                x = _drop(x, noise, f"{name}/dropout/{key}")
+                x = drop(x, DROPOUT, noise, f"{name}/dropout/{key}")
             parts.append(self.post_encoders[_module_name(key)](x))
         if hasattr(self, "env_encoder"):
             parts.append(self.env_encoder(observation[ENV_STATE]))
@@ -199,12 +140,6 @@ def _projection(inputs: int, outputs: int) -> nn.Sequential:
 
 def _module_name(key: str) -> str:
     return key.replace(".", "_")  # a module's name has no dots
-
-
-def _drop(x: Tensor, noise: NoiseSource, name: str) -> Tensor:
-    """Dropout as a function of the noise, so that no generator needs to be saved."""
-    stays = noise.uniform(name, x.shape).to(x.device) > DROPOUT
-    return x * stays / (1 - DROPOUT)
 
 
 class GaussianActor(nn.Module):

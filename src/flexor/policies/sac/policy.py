@@ -13,11 +13,9 @@ from torch import Tensor, nn
 
 from flexor.core.batch import Batch
 from flexor.core.errors import ConfigError
-from flexor.core.model_files import ModelFiles
 from flexor.core.rng import NoiseSource
-from flexor.core.run_files import WEIGHTS
-from flexor.core.weight_files import WeightFiles
 from flexor.policies.base import Loss, Policy
+from flexor.policies.nn.resnet10 import load_resnet10
 from flexor.policies.sac.config import SACConfig
 from flexor.policies.sac.networks import DiscreteCritic, GaussianActor, PretrainedConvolutions, SACEncoder
 
@@ -63,23 +61,9 @@ class SAC(Policy):
         name = self.config.vision_encoder_name
         if name is None or not self.config.images:
             return
-        label = f"policy.vision_encoder_name={name}"
-        folder = ModelFiles(name, label).folder([WEIGHTS])
         for encoder in {self.encoder_critic, self.encoder_actor}:
             assert isinstance(encoder.image_encoder, PretrainedConvolutions)
-            weights = encoder.image_encoder.image_enc_layers.state_dict()
-            files = WeightFiles(folder)
-            described = files.described()
-            if wrong := [key for key, value in weights.items() if _shape(described.get(key)) != value.shape]:
-                raise ConfigError(
-                    f"{label} is not a ResNet-10 like lerobot/resnet10: {wrong[0]} is missing or of another shape. "
-                    "Use that one, or null for convolutions that are trained with the policy."
-                )
-            files.fill(weights)
+            load_resnet10(encoder.image_encoder.image_enc_layers, "policy.vision_encoder_name", name)
 
     def shard_units(self) -> list[nn.Module]:
         return []
-
-
-def _shape(tensor: Tensor | None) -> torch.Size | None:
-    return None if tensor is None else tensor.shape

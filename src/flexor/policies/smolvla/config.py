@@ -11,7 +11,7 @@ import torch
 
 from flexor.core.errors import ConfigError
 from flexor.core.typed import setting
-from flexor.policies.base import Calibration
+from flexor.policies.calibration import Calibration
 from flexor.policies.cross_embodiment import EmptyCamerasConfig
 from flexor.policies.features import Kind, Normalization
 from flexor.policies.nn.adam import FineTuningSettings

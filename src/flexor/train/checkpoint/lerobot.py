@@ -9,6 +9,7 @@ from flexor.config.schedules import SCHEDULES
 from flexor.config.schema import TrainConfig
 from flexor.core.secrets import redacted_values
 from flexor.core.typed import to_plain
+from flexor.policies import REWARD_MODELS
 from flexor.policies.pretrained import as_lerobot
 
 SAME = """
@@ -29,7 +30,7 @@ def train_config(config: TrainConfig) -> dict[str, Any]:
             "eval_split": dataset.eval_split,
             "image_transforms": to_plain(dataset.image_transforms),
         },
-        "policy": as_lerobot(config.policy),
+        ("reward_model" if config.policy.type in REWARD_MODELS else "policy"): as_lerobot(config.policy),
         **{name: getattr(config, name) for name in SAME},
         "optimizer": _optimizer(config),
         "scheduler": scheduler(config),
