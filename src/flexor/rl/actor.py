@@ -168,7 +168,7 @@ def _report(collector: Collector, link: LearnerLink, result: ActorResult) -> Non
 def _message(record: np.ndarray, jpeg: int | None) -> dict[str, Any]:
     """A record as it is handed over."""
     row = record[0]
-    observed = {name: row[name] for name in observed_names(record.dtype)}
+    observed: dict[str, Any] = {name: row[name] for name in observed_names(record.dtype)}
     if jpeg is not None:
         observed = {
             n: encode_jpeg(value, jpeg) if value.ndim == 3 else value for n, value in observed.items()

@@ -26,8 +26,9 @@ class Actors:
         self.in_episode: dict[int, bool] = {}  # whether a step can follow it
         self.steps = 0  # of all
         for start in range(0, file.count, read_at_once):
-            for record in file.read(start, min(read_at_once, file.count - start)):
-                self.add(record)
+            records = file.read(start, min(read_at_once, file.count - start))
+            for place in range(len(records)):
+                self.add(records[place : place + 1])
 
     def _load(self) -> list[dict[str, str]]:
         if not self.path.exists():
@@ -68,9 +69,9 @@ class Actors:
     def leave_out(self, number: int, sequence: int) -> None:
         self.received[number] = max(sequence, self.received.get(number, 0))
 
-    def add(self, record: np.void) -> None:
-        """Note a record that is in the file."""
-        number = int(record["actor"])
-        self.received[number] = int(record["sequence"])
-        self.in_episode[number] = not (record["terminated"] or record["truncated"])
-        self.steps += int(record["is_step"])
+    def add(self, record: np.ndarray) -> None:
+        """Note a record [1] that is in the file."""
+        number = int(record["actor"][0])
+        self.received[number] = int(record["sequence"][0])
+        self.in_episode[number] = not (record["terminated"][0] or record["truncated"][0])
+        self.steps += int(record["is_step"][0])

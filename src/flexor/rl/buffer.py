@@ -43,7 +43,8 @@ class ReplayBuffer:
         self.demonstrations = torch.from_numpy(steps).to(device)  # rows
         self.previous = torch.arange(rows, device=device) - 1  # row of the observation before each step
         # of each place in the ring: the place of the same actor's record before it, and of its step after it
-        self.before, self.following = np.zeros(capacity, np.int64), np.full(capacity, -1)
+        self.before: np.ndarray = np.zeros(capacity, np.int64)
+        self.following: np.ndarray = np.full(capacity, -1)
         self.newest: dict[int, int] = {}  # the number of each actor's last record
         self.episodes: dict[int, list[int]] = {}  # the numbers of the steps of each actor's newest episode
         self.collected, self.interventions = (_Drawable(capacity, self.first_row, device) for _ in range(2))
@@ -67,7 +68,7 @@ class ReplayBuffer:
                 self._discard(actor)
         for drawable in (self.collected, self.interventions):
             drawable.update()
-        places = (first + np.arange(len(records))) % self.capacity
+        places: np.ndarray = (first + np.arange(len(records))) % self.capacity
         rows, before = (
             torch.from_numpy(self.first_row + each).to(self.device) for each in (places, self.before[places])
         )
@@ -76,7 +77,7 @@ class ReplayBuffer:
     def _count(self, actor: int, is_step: bool, helped: bool) -> None:
         """Note the next record. What it overwrites can't be drawn any more, nor can the step after that."""
         place = self.count % self.capacity
-        for gone in (place, self.following[place]):
+        for gone in (place, int(self.following[place])):
             self.collected.remove(gone)
             self.interventions.remove(gone)
         self.following[place] = -1
@@ -154,8 +155,10 @@ class _Drawable:
     def __init__(self, capacity: int, first_row: int, device: torch.device):
         self.first_row = first_row
         self.rows = torch.zeros(capacity, dtype=torch.int64, device=device)  # the first `count` of them
-        self.places = np.zeros(capacity, np.int64)  # the same as places in the ring, in host memory
-        self.index = np.full(capacity, -1)  # of each place in the ring, where it is in `places`
+        self.places: np.ndarray = np.zeros(
+            capacity, np.int64
+        )  # the same as places in the ring, in host memory
+        self.index: np.ndarray = np.full(capacity, -1)  # of each place in the ring, where it is in `places`
         self.count = 0
         self.changed: set[int] = set()
 
@@ -165,16 +168,16 @@ class _Drawable:
 
     def remove(self, place: int) -> None:
         """Nothing happens if it is not there; -1 never is."""
-        index = self.index[place] if place >= 0 else -1
+        index = int(self.index[place]) if place >= 0 else -1
         if index < 0:
             return
         self.count -= 1
-        self._put(self.places[self.count], index)
+        self._put(int(self.places[self.count]), index)
         self.index[place] = -1
 
     def _put(self, place: int, index: int) -> None:
         self.places[index], self.index[place] = place, index
-        self.changed.add(int(index))
+        self.changed.add(index)
 
     def update(self) -> None:
         """Copy what was changed to the device."""

@@ -156,7 +156,7 @@ class Intake:
                 raise
             finally:
                 self.changed.notify_all()
-        self.actors.add(record[0])
+        self.actors.add(record)
 
     def _act(self, record: np.ndarray) -> np.ndarray | None:
         """The action after a record; None if the policy has none that is finite. In the thread that acts."""

@@ -117,9 +117,9 @@ def _build(config: TrainConfig, run: Run, processes: Processes, device: torch.de
             torch.set_num_threads(1)  # its networks are so small that threads wait for each other
         if buffer.device.type == "cuda" and config.step != "eager":
             learner.compute = GraphUpdate(device)
+        run.write_config(config)  # from here on it can be resumed
         file = stack.enter_context(closing(RecordFile(records, layout)))
         save_spec(records, spec)
-        run.write_config(config)
         note(run.folder, task=spec.task or config.job_name, fps=spec.fps)
         if server is not None:
             source: StepSource = stack.enter_context(
