@@ -57,7 +57,7 @@ class CropAndResize(Wrapper):
 
     def step(self, action: Any) -> tuple[Any, Any, bool, bool, dict[str, Any]]:
         observation, *rest = self.env.step(action)
-        return (self._changed(observation), *rest)  # type: ignore[return-value]
+        return (self._changed(observation), *rest)
 
     def _changed(self, observation: Any) -> Any:
         if not isinstance(observation, Mapping):

@@ -72,9 +72,7 @@ class Collector:
         self, action: np.ndarray, intervention: bool, update: int, events: Events = NO_EVENTS
     ) -> np.ndarray:
         observation, reward, terminated, truncated, info = self.env.step(action)
-        if info.get(
-            "is_intervention"
-        ):  # by somebody whose device is connected to the environment, as gym_hil's
+        if info.get("is_intervention"):  # with a device of the environment's own, as some of gym_hil's have
             intervention, action = True, np.asarray(info.get("teleop_action", action), np.float32)
         if info.get("rerecord_episode"):
             events = events._replace(rerecord_episode=True)

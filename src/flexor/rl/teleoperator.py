@@ -128,7 +128,10 @@ class TeleoperatorIntervener:
         return self.newest_events
 
     def close(self) -> None:
-        self._call("disconnect")
+        try:
+            self._call("disconnect")
+        except FlexorError as error:  # the run is over anyway, and may have another error to report
+            log.warning("%s", error)
 
     def _call(self, part: str) -> Any:
         try:

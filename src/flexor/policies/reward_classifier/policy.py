@@ -65,7 +65,7 @@ class RewardClassifier(Policy):
         """[B], or [B, num_classes] if there are more than two. With `noise`, values are dropped as in training."""
         share, encoded = self.config.dropout_rate, []
         for key in self.cameras:
-            _, embedding, _, *layers = self.encoders[_module_name(key)]
+            _, embedding, _, *layers = self.encoders[_module_name(key)].children()
             features = batch.get(IMAGE_FEATURES + key)
             x = embedding(self.encoder(batch[key]) if features is None else features)
             if noise is not None:
@@ -73,7 +73,7 @@ class RewardClassifier(Policy):
             for layer in layers:
                 x = layer(x)
             encoded.append(x)
-        first, _, *layers = self.classifier_head
+        first, _, *layers = self.classifier_head.children()
         x = first(torch.cat(encoded, -1))
         if noise is not None:
             x = drop(x, share, noise, "dropout/head")
