@@ -27,12 +27,14 @@ from flexor.policies.pretrained import Pretrained, find_folder, load_weights
 from flexor.policies.sac.config import SACConfig
 from flexor.rl.buffer import ReplayBuffer
 from flexor.rl.checkpoint import load_checkpoint, save_checkpoint
-from flexor.rl.collector import Collector
+from flexor.rl.collector import Collector, EpisodeSummary
 from flexor.rl.demonstrations import demonstration_records
 from flexor.rl.environment import fitted, open_env, statistics
+from flexor.rl.free_running import FreeSource
 from flexor.rl.graph import GraphUpdate
 from flexor.rl.intervention import make_intervener
 from flexor.rl.learner import Figures, Learner
+from flexor.rl.measures import Measures, TimedEnv
 from flexor.rl.progress import RunProgress
 from flexor.rl.records import RecordFile, record_type
 from flexor.train.checkpoint import folder as checkpoint
@@ -40,6 +42,7 @@ from flexor.train.checkpoint.run_folder import Run, open_run
 from flexor.train.checkpoint.run_record import note, read_record
 from flexor.train.datasets import build_datasets
 from flexor.train.engine.base import Engine, pick_device
+from flexor.train.health import MetricsHealth
 from flexor.train.loop import TrainResult
 from flexor.train.ranks.processes import Processes, find_processes
 from flexor.train.resolve import Resume, resolve_for_machine
@@ -60,6 +63,7 @@ class OnlineRun:
     collector: Collector
     pretrained: Pretrained
     file: RecordFile
+    measures: Measures
 
 
 def train_online(config: TrainConfig, resume: Resume = "no") -> TrainResult:
@@ -94,7 +98,7 @@ def _build(config: TrainConfig, run: Run, processes: Processes, device: torch.de
         device, config.precision, config.deterministic, processes, config.parallel
     )  # how the device computes
     dataset = _demonstrations(config)
-    with closing(open_env(config.env)) as env:
+    with closing(TimedEnv(open_env(config.env))) as env:
         policy = config.policy
         assert isinstance(policy, SACConfig)
         policy = fitted(policy, env)
@@ -117,7 +121,8 @@ def _build(config: TrainConfig, run: Run, processes: Processes, device: torch.de
             run.write_config(config)
             fps = float(env.metadata.get("render_fps") or DEFAULT_FPS)
             note(run.folder, task=task_of(env) or config.job_name, fps=fps)
-            yield OnlineRun(config, run, learner, collector, pretrained, file)
+            measures = Measures(learner, env)
+            yield OnlineRun(config, run, learner, collector, pretrained, file, measures)
 
 
 def _demonstrations(config: TrainConfig) -> Dataset | None:
@@ -169,38 +174,43 @@ def _log_setup(parts: OnlineRun) -> None:
     log.info("demonstrations: %d steps of %d episodes", steps, buffer.first_row - steps)
     where = "in a file" if rl.storage == "file" else f"on {buffer.device}"
     log.info("buffer: %d observations, %s, %s", rl.observations, gigabytes(buffer.nbytes()), where)
-    log.info("%d steps, %d updates each from step %d on", config.steps, rl.updates, rl.learning_starts)
+    log.info("%d steps, %s updates each from step %d on", config.steps, rl.updates, rl.learning_starts)
 
 
 def _learn(parts: OnlineRun, stop: StopSignal) -> TrainResult:
-    config, learner, collector, file = parts.config, parts.learner, parts.collector, parts.file
+    config, learner, file = parts.config, parts.learner, parts.file
     _resume(parts)
     buffer = learner.buffer
     name = read_record(parts.run.folder).get("id", "run")
     parts.run.forget_metrics_after(buffer.transitions)
     figures: Figures | None = None
     last: Path | None = checkpoint.newest(parts.run.checkpoints)
-    with Trackers(config, parts.run.folder, name) as trackers:
-        progress = RunProgress(trackers, config.steps, buffer.transitions, _samples(learner))
+    with Trackers(config, parts.run.folder, name) as trackers, _free(parts) as free:
+        health = MetricsHealth(config, parts.run, buffer.transitions)
+        progress = RunProgress(trackers, health, config.steps, buffer.transitions, _samples(learner))
         stop.stepping = True
         while buffer.transitions < config.steps:
-            if collector.episode.ended:
-                _record(parts, collector.begin(collector.episode.number + 1))
-            _record(parts, collector.step(buffer.transitions, learner.updates))
-            if collector.episode.ended:
-                progress.add_episode(collector.episode)
-                file.flush()
-            figures = learner.learn() or figures
+            if free is None:
+                stepped, ended, age = True, _step(parts), float(config.rl.updates)
+                figures = learner.learn() or figures
+            else:
+                stepped = free.step(lambda: stop.signal is not None)
+                ended, age = free.ended_episodes(), free.weights_age
+                figures = free.learn() or figures
+            for episode in ended:
+                progress.add_episode(episode)
+            if not (stepped or stop.signal is not None):
+                continue
             step = buffer.transitions
             if step % config.log_freq == 0 or step == config.steps:
                 _check(figures, step)
-                progress.report(step, learner.updates, figures, float(config.rl.updates))
+                progress.report(step, learner.updates, figures, age, parts.measures.report())
             if config.env_eval_freq and step % config.env_eval_freq == 0:
                 progress.log(step, evaluate(parts))
             due = config.save_freq > 0 and step % config.save_freq == 0
             if config.save_checkpoint and (due or step == config.steps or stop.signal is not None):
                 file.flush()
-                last = save_checkpoint(parts.run, config, learner, parts.pretrained, file.count)
+                last = save_checkpoint(parts.run, config, learner, parts.pretrained, buffer.count)
             if stop.signal is not None and step < config.steps:
                 raise stop_error(stop.signal, step, last, parts.run, log=True)
         metrics = progress.newest
@@ -211,10 +221,35 @@ def _samples(learner: Learner) -> int:
     return learner.settings.batch_size * learner.batches
 
 
+@contextmanager
+def _free(parts: OnlineRun) -> Iterator[FreeSource | None]:
+    """The thread that collects, if it does not wait for the learner."""
+    if parts.config.rl.updates != "max":
+        yield None
+        return
+    with closing(FreeSource(parts.collector, parts.file, parts.learner, parts.config.steps)) as free:
+        free.record_added = parts.measures.add
+        free.start()
+        yield free
+
+
+def _step(parts: OnlineRun) -> list[EpisodeSummary]:
+    """One step here. The episode, if it ended."""
+    collector, learner = parts.collector, parts.learner
+    if collector.episode.ended:
+        _record(parts, collector.begin(collector.episode.number + 1))
+    _record(parts, collector.step(learner.buffer.transitions, learner.updates))
+    if not collector.episode.ended:
+        return []
+    parts.file.flush()
+    return [collector.episode]
+
+
 def _record(parts: OnlineRun, record: np.ndarray) -> None:
     """To the file first: what was learned from is there."""
     parts.file.append(record)
     parts.learner.buffer.extend(record)
+    parts.measures.add(record)
 
 
 def _check(figures: Figures | None, step: int) -> None:
@@ -244,7 +279,7 @@ def _resume(parts: OnlineRun) -> None:
     for place in range(learned, file.count):
         record = file.read(place, 1)
         learner.buffer.extend(record)
-        if record["is_step"][0]:
+        if record["is_step"][0] and parts.config.rl.updates != "max":
             learner.learn()
     log.info(
         "read %d records; updates %d to %d were repeated from those after the newest checkpoint",
