@@ -137,8 +137,12 @@ def test_a_healthy_run_on_a_cpu():
 
 def learning_online(acting: float, learning: float) -> Diagnosis:
     line = {
-        **{"samples_per_s": 2560.0, "step_s": 0.1, "transitions_per_s": 10.0, "updates_per_s": 10.0},
-        **{"environment_share": acting, "learning_share": learning},
+        "samples_per_s": 2560.0,
+        "step_s": 0.1,
+        "transitions_per_s": 10.0,
+        "updates_per_s": 10.0,
+        "environment_share": acting,
+        "learning_share": learning,
     }
     return diagnose_lines(lines_of(line), {"rl": {"updates": 1}}, H200)[0]
 
