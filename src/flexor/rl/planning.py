@@ -183,8 +183,8 @@ def _reasons(plan: OnlinePlan) -> list[str]:
     smaller = "choose a smaller --rl.capacity, smaller images"
     if plan.gpu_memory > usable(plan.gpu):
         need = f"{_gb(plan.gpu_memory)} of GPU memory, and {plan.gpu.name} has {_gb(usable(plan.gpu))}"
-        what = "--rl.storage=cpu" if plan.storage == "cuda" else "a smaller --rl.batch_size"
-        reasons.append(f"it needs {need}: {smaller}, or {what}")
+        setting = "--rl.storage=cpu" if plan.storage == "cuda" else "a smaller --rl.batch_size"
+        reasons.append(f"it needs {need}: {smaller}, or {setting}")
     if plan.host_memory > plan.host.memory:
         need = f"{_gb(plan.host_memory)} of host memory, and there are {_gb(plan.host.memory)} ({plan.host.source})"
         reasons.append(f"it needs {need}: {smaller}, or --rl.storage=file")

@@ -86,5 +86,5 @@ def _details(plan: OnlinePlan, rate_hz: float, assumed: str) -> str:
 
 
 def _place(plan: OnlinePlan) -> str:
-    chosen = " (rl.storage=auto)" if plan.config.rl.storage == "auto" else ""
-    return f"{PLACES[plan.storage]}{chosen}"
+    automatic = " (rl.storage=auto)" if plan.config.rl.storage == "auto" else ""
+    return f"{PLACES[plan.storage]}{automatic}"

@@ -6,13 +6,12 @@ begins.
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Callable, Mapping
 from typing import Any
 
 from flexor.core.findings import Finding, Fix
-from flexor.runs.diagnosis.figures import mapping, number
-from flexor.runs.diagnosis.verdict import percent
 from flexor.runs.text import figure
 
 Line = Mapping[str, Any]
@@ -130,8 +129,9 @@ class _NoRewards:
     """Neither demonstrations nor a success: there is nothing to learn from."""
 
     def __init__(self, config: Mapping[str, Any]):
-        data = mapping(config.get("dataset"))
-        self.demonstrated = any(data.get(name) is not None for name in ("repo_id", "root", "mix"))
+        data = config.get("dataset")
+        names = ("repo_id", "root", "mix")
+        self.demonstrated = isinstance(data, Mapping) and any(data.get(name) is not None for name in names)
         self.rewarded = False
 
     def __call__(self, line: Line) -> Finding | None:
@@ -183,3 +183,13 @@ class _Help:
                 )
             ],
         )
+
+
+def number(value: object) -> float | None:
+    """A finite number; None for all that a stranger's line may have instead."""
+    good = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+    return float(value) if good else None  # type: ignore[arg-type]
+
+
+def percent(share: float) -> str:
+    return f"{100 * share:.0f} %"
