@@ -16,7 +16,7 @@ from flexor.rl.records import observed_names
 WINDOW = 20  # episodes
 
 
-class TimedEnv(gymnasium.Wrapper):  # type: ignore[type-arg]
+class TimedEnv(gymnasium.Wrapper):
     """An environment that adds up the time that its steps take."""
 
     seconds = 0.0
