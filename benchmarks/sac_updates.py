@@ -1,6 +1,6 @@
 """Updates of SAC per second, with the batches drawn from a buffer: LeRobot's, and Flexor's eager and as a CUDA graph.
 
-    python benchmarks/sac_updates.py [--device cuda] [--batch-size 256] [--updates 100] [--output FILE.json]
+    python benchmarks/sac_updates.py [--device cuda] [--batch-size 256] [--updates 100] [--records 2000] [--output FILE]
 
 Two cameras of 128x128, a state of 14 and 6 actions; the small convolutions of both, trained; LeRobot's settings of the
 algorithm (`--rl.preset=lerobot`). The buffers are full of made-up transitions. LeRobot 0.6.1 is measured if it is
@@ -35,8 +35,6 @@ SHAPES = {
     "observation.images.wrist": ("VISUAL", (3, 128, 128)),
 }
 ACTIONS = 6
-RECORDS = 2000
-WARM_UP = 10
 IMAGE_STATS = {"mean": [[[0.5]]] * 3, "std": [[[0.25]]] * 3}
 STATS: dict[str, dict[str, Any]] = {
     "observation.state": {"min": [-1.0] * 14, "max": [1.0] * 14},
@@ -48,7 +46,7 @@ STATS: dict[str, dict[str, Any]] = {
 
 def measured(update: Callable[[], Any], updates: int, device: torch.device) -> float:
     """Updates per second."""
-    for _ in range(WARM_UP):
+    for _ in range(min(updates, 10)):
         update()
     synchronize(device)
     start = time.perf_counter()
@@ -63,19 +61,19 @@ def synchronize(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
-def made_up(layout: np.dtype[Any]) -> np.ndarray:
+def made_up(layout: np.dtype[Any], count: int) -> np.ndarray:
     rng = np.random.default_rng(0)
-    records = np.zeros(RECORDS, layout)
+    records = np.zeros(count, layout)
     for name, (_, shape) in SHAPES.items():
         high = 256 if len(shape) == 3 else 1
-        records[name] = rng.random((RECORDS, *shape), np.float32) * high
-    records["action"] = rng.random((RECORDS, ACTIONS), np.float32) * 2 - 1
-    records["is_step"] = np.arange(RECORDS) % 50 != 0
-    records["reward"] = rng.random(RECORDS) < 0.02
+        records[name] = rng.random((count, *shape), np.float32) * high
+    records["action"] = rng.random((count, ACTIONS), np.float32) * 2 - 1
+    records["is_step"] = np.arange(count) % 50 != 0
+    records["reward"] = rng.random(count) < 0.02
     return records
 
 
-def flexor_learner(batch_size: int, device: torch.device) -> Learner:
+def flexor_learner(batch_size: int, count: int, device: torch.device) -> Learner:
     features = {name: PolicyFeature(Kind(kind), shape) for name, (kind, shape) in SHAPES.items()}
     config = SACConfig(
         input_features=features,
@@ -85,14 +83,14 @@ def flexor_learner(batch_size: int, device: torch.device) -> Learner:
     before, after = config.pipelines(STATS, str(device))
     pretrained = Pretrained(make_policy(config).to(device), before, after)
     layout = record_type(features, ACTIONS)
-    records = made_up(layout)
-    buffer = ReplayBuffer(layout, RECORDS, records[: RECORDS // 2], device)
+    records = made_up(layout, count)
+    buffer = ReplayBuffer(layout, count, records[: count // 2], device)
     buffer.extend(records)
     return Learner(pretrained, buffer, RLConfig(preset="lerobot", batch_size=batch_size), seed=0)
 
 
-def flexor_update(batch_size: int, device: torch.device, graph: bool) -> Callable[[], Any]:
-    learner = flexor_learner(batch_size, device)
+def flexor_update(batch_size: int, count: int, device: torch.device, graph: bool) -> Callable[[], Any]:
+    learner = flexor_learner(batch_size, count, device)
     if graph:
         learner.compute = GraphUpdate(device)
 
@@ -103,7 +101,7 @@ def flexor_update(batch_size: int, device: torch.device, graph: bool) -> Callabl
     return update
 
 
-def lerobot_update(batch_size: int, device: torch.device, storage: str) -> Callable[[], Any]:
+def lerobot_update(batch_size: int, count: int, device: torch.device, storage: str) -> Callable[[], Any]:
     from lerobot.configs.types import FeatureType
     from lerobot.configs.types import PolicyFeature as LerobotFeature
     from lerobot.policies.factory import make_pre_post_processors
@@ -127,19 +125,19 @@ def lerobot_update(batch_size: int, device: torch.device, storage: str) -> Calla
     algorithm.make_optimizers_and_scheduler()
     stats = {key: {name: torch.tensor(value) for name, value in each.items()} for key, each in STATS.items()}
     before, _ = make_pre_post_processors(config, dataset_stats=stats)
-    buffers = [lerobot_buffer(device, storage) for _ in range(2)]
+    buffers = [lerobot_buffer(device, storage, count // 2) for _ in range(2)]
     iterator = OnlineOfflineMixer(*buffers, online_ratio=0.5).get_iterator(batch_size, async_prefetch=False)
     processed = (preprocess_rl_batch(before, batch) for batch in iterator)
     return lambda: algorithm.update(processed)
 
 
-def lerobot_buffer(device: torch.device, storage: str) -> Any:
+def lerobot_buffer(device: torch.device, storage: str, count: int) -> Any:
     from lerobot.rl.buffer import ReplayBuffer as LerobotBuffer
 
     buffer = LerobotBuffer(
-        RECORDS // 2, str(device), list(SHAPES), storage_device=storage, optimize_memory=True, use_drq=True
+        count, str(device), list(SHAPES), storage_device=storage, optimize_memory=True, use_drq=True
     )
-    for _ in range(RECORDS // 2):
+    for _ in range(count):
         state = {name: torch.rand(1, *shape) for name, (_, shape) in SHAPES.items()}
         buffer.add(state, torch.rand(1, ACTIONS) * 2 - 1, 0.0, state, False, False)
     return buffer
@@ -152,19 +150,27 @@ def main() -> None:
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--batch-size", type=int, default=256)
     parser.add_argument("--updates", type=int, default=100)
+    parser.add_argument("--records", type=int, default=2000, help="in the buffers, at least 100")
     parser.add_argument("--output", type=Path)
     parsed = parser.parse_args()
-    device, size = torch.device(parsed.device), parsed.batch_size
-    ways = {"Flexor, eager": lambda: flexor_update(size, device, graph=False)}
+    device, size, count = torch.device(parsed.device), parsed.batch_size, parsed.records
+    ways = {"Flexor, eager": lambda: flexor_update(size, count, device, graph=False)}
     if device.type == "cuda":
-        ways["Flexor, one CUDA graph"] = lambda: flexor_update(size, device, graph=True)
+        ways["Flexor, one CUDA graph"] = lambda: flexor_update(size, count, device, graph=True)
     if importlib.util.find_spec("lerobot"):
-        ways["LeRobot, buffer in host memory"] = lambda: lerobot_update(size, device, "cpu")
-        ways["LeRobot, buffer on the device"] = lambda: lerobot_update(size, device, str(device))
+        ways["LeRobot, buffer in host memory"] = lambda: lerobot_update(size, count, device, "cpu")
+        ways["LeRobot, buffer on the device"] = lambda: lerobot_update(size, count, device, str(device))
     results = {}
     for way, make in ways.items():
         results[way] = round(measured(make(), parsed.updates, device), 2)
         print(f"{way:34} {results[way]:8.2f} updates/s", flush=True)
+    flexor, lerobot = (
+        max((speed for way, speed in results.items() if way.startswith(name)), default=None)
+        for name in ("Flexor", "LeRobot")
+    )
+    if flexor and lerobot:
+        results["times_lerobot"] = round(flexor / lerobot, 2)
+        print(f"{results['times_lerobot']} times the fastest of LeRobot's")
     if parsed.output:
         parsed.output.write_text(json.dumps({"device": str(device), "batch_size": size, **results}, indent=1))
 

@@ -49,7 +49,18 @@ LAYERS = {
         *("show", "repair", "edit", "push"),
     ],
     "runs": [
-        *("jsonl", "series", "find", "process", "text", "signals", "health", "state", "reader"),
+        *(
+            "jsonl",
+            "series",
+            "find",
+            "process",
+            "text",
+            "signals",
+            "online_health",
+            "health",
+            "state",
+            "reader",
+        ),
         *("diagnosis", "watch", "report"),
     ],
     "plan": [

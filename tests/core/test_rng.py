@@ -114,3 +114,11 @@ def test_gpus_are_seeded_as_by_torch_itself():
     ours = torch.rand(3, device="cuda")
     torch.manual_seed(key_of("dropout", 1) & ((1 << 63) - 1))
     assert torch.equal(ours, torch.rand(3, device="cuda"))
+
+
+@pytest.mark.parametrize("ids", [torch.arange(64), torch.tensor([-1]), torch.arange(16) * 2**40])
+def test_a_few_numbers_are_those_of_a_large_draw(ids, monkeypatch):
+    """numpy draws them then, not torch."""
+    few = {kind: draw(kind, ids) for kind in KINDS}
+    monkeypatch.setattr("flexor.core.rng.FEW", 0)
+    assert all(torch.equal(few[kind], draw(kind, ids)) for kind in KINDS)

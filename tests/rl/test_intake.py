@@ -36,7 +36,7 @@ def record(value: float, is_step: bool = True, **fields) -> dict:
     message = {"is_step": is_step, "update": 0, "observation": observation(value)}
     if not is_step:
         return {**message, **fields}
-    flags = dict.fromkeys(("terminated", "truncated", "intervention", "success"), False)
+    flags = dict.fromkeys(FLAGS, False)
     step = {"reward": 0.0, "penalty": 0.0, "action": np.zeros(2, np.float32), **flags}
     return {**message, **step, **fields}
 

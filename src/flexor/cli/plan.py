@@ -104,6 +104,7 @@ def run(arguments: list[str]) -> int:
 
 def _run(arguments: list[str]) -> int:
     parsed, settings = parser().parse_known_args(arguments)
+    from flexor.config.parse import parse_flags, plans_to_learn_online
     from flexor.plan.site.hardware import load_hardware
 
     hardware = load_hardware(parsed.gpus_file)
@@ -117,6 +118,8 @@ def _run(arguments: list[str]) -> int:
         raise ConfigError(f"--price={parsed.price:g} must be above 0.")
     if parsed.table:
         return _table(parsed, settings, hardware)
+    if plans_to_learn_online(parse_flags(settings)):
+        return _online(parsed, settings, hardware)
     study = _study(parsed, settings, hardware)
     from flexor.plan.show import as_json, report
 
@@ -145,11 +148,53 @@ def _table(parsed: argparse.Namespace, settings: list[str], hardware: Hardware) 
             f"--table plans policies with their default settings: leave out --{min(flags)}, or plan without --table."
         )
     for kind in kinds:
-        policy_class(kind)  # raises an error if there is no such policy
+        if policy_class(kind).Config.learns_online:  # an error if there is no such policy
+            raise ConfigError(
+                f"--table has policies that learn from a dataset: plan policy.type={kind} without --table."
+            )
     gpus = [hardware.find(name) for name in parsed.gpu.split(",")] if parsed.gpu else []
     guide = hardware_guide(hardware, kinds, gpus, progress("planning"))
     print_text(guide.rstrip("\n"))
     return 0
+
+
+def _online(parsed: argparse.Namespace, settings: list[str], hardware: Hardware) -> int:
+    """A run that learns while it acts, on the GPUs that --gpu names, this machine's, or all that can be planned."""
+    from flexor.rl.planning import plan_gpus
+    from flexor.rl.planning_report import render, to_json
+
+    for flag in ("html", "nodes", "gpus", "bench", "price"):
+        if getattr(parsed, flag) not in (None, 1):
+            raise ConfigError(
+                f"--{flag} has no effect on a plan of a run that learns while it acts: leave it out."
+            )
+    config, actions, demonstrations, assumed = _online_job(parsed, settings)
+    gpus, here = _gpus(parsed.gpu, hardware)
+    plans = plan_gpus(config, actions, demonstrations, gpus or [*hardware.gpus.values()], here)
+    rate = parsed.rate_hz or parsed.fps or FPS
+    if parsed.json:
+        print_json({**to_json(plans[0], rate, assumed), "gpus": [to_json(plan, rate) for plan in plans]})
+    else:
+        print_text(render(plans, rate, assumed), colours=VERDICTS)
+    return 0 if plans[0].fits else 1
+
+
+def _online_job(parsed: argparse.Namespace, settings: list[str]) -> tuple[TrainConfig, int, int, str]:
+    """The settings with the policy's features, the numbers in an action, demonstrated steps, and what was assumed."""
+    from flexor.cli.flags import described_run
+    from flexor.config.parse import config_from_flags, parse_flags
+    from flexor.rl.planning import fitted_to_environment
+
+    flags = parse_flags(settings)
+    described = any(getattr(parsed, name) is not None for name in ROBOT)
+    if not described and {"env.type", "config"} & flags.keys():
+        return *fitted_to_environment(config_from_flags(flags)), ""
+    parsed.cameras = parsed.cameras or "2x128x128"
+    config, robot = described_run(parsed, {"env.type": "planned", **flags})
+    demonstrations = parsed.frames or 0
+    discrete = getattr(config.policy, "num_discrete_actions", None) is not None
+    assumed = f"{robot.describe()}, {demonstrations:,} steps of demonstrations"
+    return config, robot.action + discrete, demonstrations, assumed
 
 
 def _study(parsed: argparse.Namespace, settings: list[str], hardware: Hardware) -> Comparison:

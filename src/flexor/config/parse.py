@@ -155,6 +155,12 @@ def _learns_online(flags: Mapping[str, Any]) -> bool:
     return str(flags.get("policy.type")) in (*ONLINE_POLICIES, *LEROBOT_TYPES)
 
 
+def plans_to_learn_online(flags: Mapping[str, Any]) -> bool:
+    """The same of all settings, with those of the file that the flags name."""
+    file = flags.get("config")
+    return _learns_online({**(flatten(read_file(file)) if file is not None else {}), **flags})
+
+
 def code_in(flat: Mapping[str, Any]) -> list[str]:
     """The code that settings ask to run: the policy's, if it is not built in, the environment's package, and the class
     by which a person takes over."""

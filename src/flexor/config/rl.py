@@ -36,8 +36,9 @@ class RLServeConfig:
 class RLConfig(SACSettings):
     """Of the run: how much it learns from what."""
 
-    updates: int = setting(1, at_least=1)
-    """Updates per step in the environment, however fast the machine is."""
+    updates: int | Literal["max"] = setting(1, at_least=1)
+    """Updates per step in the environment, however fast the machine is. max: as many as the machine manages; then
+    neither waits for the other, and the run can't be repeated."""
     batch_size: int = setting(256, at_least=2)
     """Transitions per update."""
     learning_starts: int = setting(100, at_least=1)

@@ -64,7 +64,7 @@ class ActingPolicy:
     def __init__(self, pretrained: Pretrained, seed: int):
         assert isinstance(pretrained.policy, SAC)
         self.pretrained, self.policy, self.seed = pretrained, pretrained.policy, seed
-        self.update = 0  # of the weights
+        self.update = self.offered = 0  # of the weights that act, and of the newest ones that were offered
         self._lock = threading.Lock()
         self._next: tuple[int, dict[str, torch.Tensor]] | None = None
 
@@ -101,6 +101,7 @@ class ActingPolicy:
         with self._lock:
             earlier = {} if self._next is None else self._next[1]
             self._next = update, {**earlier, **tensors}
+            self.offered = update
 
     def _take_weights(self) -> None:
         with self._lock:

@@ -147,7 +147,7 @@ def _act(
         while not pace.is_over() and not collector.episode.ended:
             if settings.wait == "step":
                 pace.wait_for_learner()
-            record = collector.step(link.spool.last + 1, collector.policy.update, actor)
+            record = collector.step(link.spool.last + 1, actor)
             link.add(_message(record, jpeg))
             result.steps += 1
         if collector.episode.ended:

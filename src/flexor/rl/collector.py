@@ -58,15 +58,16 @@ class Collector:
         self.observation = observation_to_batch(observation)
         return first_record(self.layout, self.observation)
 
-    def step(self, transition: int, update: int, actor: int = 0) -> np.ndarray:
-        """One step, which will be transition number `transition`, with the weights after `update` updates."""
+    def step(self, transition: int, actor: int = 0) -> np.ndarray:
+        """One step, which will be transition number `transition`."""
         takeover = self.intervener.action(self.env, self.episode.steps)
         if takeover is None:
             action = self.policy.action(self.observation, transition, actor)
         else:
             action = np.asarray(takeover, np.float32)
         events = self.intervener.events()
-        return self._execute(np.clip(action, self.low, self.high), takeover is not None, update, events)
+        action = np.clip(action, self.low, self.high)
+        return self._execute(action, takeover is not None, self.policy.update, events)
 
     def _execute(
         self, action: np.ndarray, intervention: bool, update: int, events: Events = NO_EVENTS

@@ -6,9 +6,11 @@ killed repeats the updates after its newest checkpoint from the recorded transit
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Mapping
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -37,8 +39,13 @@ class Learner:
         self.algorithm.make_optimizers()
         self.batches = int(self.algorithm.settings["utd_ratio"])
         self.sample_ids = torch.arange(settings.batch_size, device=self.device)
-        self.updates = 0
+        self.updates, self.seconds = 0, 0.0
         self.compute: Callable[[Learner], Figures] = compute_eagerly
+
+    @property
+    def is_free(self) -> bool:
+        """Whether it updates as often as it can, and waits for no steps."""
+        return self.settings.updates == "max"
 
     def updates_due(self) -> int:
         """How many updates the transitions so far allow, which is how many there are to be in all.
@@ -46,16 +53,42 @@ class Learner:
         Those of discarded episodes don't count. So updates that were computed from them are not repeated, but the
         learner waits until as many steps were collected again.
         """
+        each = self.settings.updates
+        assert each != "max", "the learner does not wait for steps"
         learnable = self.buffer.transitions - self.buffer.discarded
-        return max(0, learnable - self.settings.learning_starts + 1) * self.settings.updates
+        return max(0, learnable - self.settings.learning_starts + 1) * each
 
     def learn(self) -> Figures | None:
         """All updates that are due. What the last one measured; None if there was none."""
         figures = None
         while self.updates < self.updates_due():
-            figures = self.compute(self)
-            self.updates += 1
+            figures = self.update_once()
         return figures
+
+    def learn_freely(self, more: bool) -> Figures | None:
+        """One update, with rl.updates=max; none if there are `more` steps that are not in the buffer yet."""
+        return None if more or not self.can_learn() else self.update_once()
+
+    def can_learn(self) -> bool:
+        """Whether there are enough transitions for updates."""
+        return self.buffer.transitions - self.buffer.discarded >= self.settings.learning_starts
+
+    def update_once(self) -> Figures:
+        start = time.perf_counter()
+        figures = self.compute(self)
+        self.updates += 1
+        self.seconds += time.perf_counter() - start
+        return figures
+
+    @torch.no_grad()
+    def value(self, observation: Mapping[str, np.ndarray], action: np.ndarray) -> Tensor:
+        """What the critics expect of an action: their mean, on the device."""
+        tensors = {name: torch.from_numpy(value)[None].to(self.device) for name, value in observation.items()}
+        continuous = self.policy.config.action.shape[0]
+        actions = {ACTION: torch.from_numpy(action[:continuous].copy())[None].to(self.device)}
+        state = self.preprocessor({**tensors, **actions}, StepContext(training=True))
+        action_tensor = state.pop(ACTION)
+        return self.algorithm.critic_ensemble(self.policy.encoder_critic(state), action_tensor).mean()
 
     def update(self, bounds: Bounds, noise: NoiseSource, number: int) -> Figures:
         """Update `number`, from transitions within `bounds`."""

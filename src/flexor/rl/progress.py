@@ -14,6 +14,7 @@ from flexor.core.log import log
 from flexor.monitor.meters import as_json
 from flexor.monitor.trackers import Trackers
 from flexor.rl.collector import EpisodeSummary
+from flexor.train.health import MetricsHealth
 
 WINDOW = 20  # episodes that success and return are means of
 SHARES = ("success_rate", "intervention_rate")
@@ -33,11 +34,14 @@ FIGURES = {  # of the log line
 class RunProgress:
     """Episodes and updates of a run, as metrics."""
 
-    def __init__(self, trackers: Trackers, steps: int, first_step: int, batch_size: int):
+    def __init__(
+        self, trackers: Trackers, health: MetricsHealth, steps: int, first_step: int, batch_size: int
+    ):
         self.trackers, self.steps, self.batch_size = trackers, steps, batch_size
         self.episodes: deque[EpisodeSummary] = deque(maxlen=WINDOW)
         self.counted = first_step, 0
         self.since = time.perf_counter()
+        self.health = health
         self.newest: dict[str, Any] = {}
 
     def add_episode(self, episode: EpisodeSummary) -> None:
@@ -52,13 +56,14 @@ class RunProgress:
         age: float,
         more: Mapping[str, float],
     ) -> None:
-        """A line of metrics. `age`: updates since those weights that acted last. `more`: those of the actors."""
+        """A line of metrics. `age`: updates since those weights that acted last. `more`: other measures."""
         values: dict[str, Any] = {"updates": updates, "weights_age": age, **more, **self._episodes()}
         values |= {name: float(value) for name, value in (figures or {}).items()}
         if "critic_loss" in values:
             values["loss"] = values.pop("critic_loss")
             values["grad_norm"] = values.pop("critic_grad_norm")
         values |= self._speed(step, updates)
+        self.health.check_metrics(step, values)
         self.log(step, values)
 
     def log(self, step: int, values: dict[str, Any]) -> None:
@@ -87,6 +92,7 @@ class RunProgress:
         learned = updates - updates_before
         return {
             "transitions_per_s": per_second,
+            "step_s": elapsed / max(step - step_before, 1),
             "updates_per_s": learned / elapsed,
             "samples_per_s": learned * self.batch_size / elapsed,
             "left_s": (self.steps - step) / per_second if per_second else 0.0,

@@ -30,10 +30,12 @@ from flexor.rl.buffer import ReplayBuffer
 from flexor.rl.checkpoint import load_checkpoint, save_checkpoint
 from flexor.rl.collector import Collector
 from flexor.rl.demonstrations import demonstration_records
-from flexor.rl.environment import Env, fitted, open_env, spec_of, statistics
+from flexor.rl.environment import fitted, open_env, spec_of, statistics
+from flexor.rl.free_running import FreeSource
 from flexor.rl.graph import GraphUpdate
 from flexor.rl.intervention import make_intervener
 from flexor.rl.learner import Figures, Learner
+from flexor.rl.measures import Measures, TimedEnv
 from flexor.rl.progress import RunProgress
 from flexor.rl.records import RecordFile, record_type
 from flexor.rl.reward import with_classifier
@@ -44,6 +46,7 @@ from flexor.train.checkpoint.run_folder import Run, open_run
 from flexor.train.checkpoint.run_record import note, read_record
 from flexor.train.datasets import build_datasets
 from flexor.train.engine.base import Engine, pick_device
+from flexor.train.health import MetricsHealth
 from flexor.train.loop import TrainResult
 from flexor.train.ranks.processes import Processes, find_processes
 from flexor.train.resolve import Resume, resolve_for_machine
@@ -62,6 +65,7 @@ class OnlineRun:
     source: StepSource
     pretrained: Pretrained
     file: RecordFile
+    measures: Measures
 
 
 def train_online(config: TrainConfig, resume: Resume = "no") -> TrainResult:
@@ -122,19 +126,22 @@ def _build(config: TrainConfig, run: Run, processes: Processes, device: torch.de
         save_spec(records, spec)
         note(run.folder, task=spec.task or config.job_name, fps=spec.fps)
         if server is not None:
-            source: StepSource = stack.enter_context(
-                closing(actor_source(server, config, spec, file, learner, pretrained))
-            )
+            measures = Measures(learner)
+            source: StepSource = actor_source(server, config, spec, file, learner, pretrained, measures)
         else:
             assert env is not None
+            measures = Measures(learner, env)
             intervener = stack.enter_context(closing(make_intervener(config.rl, env)))
             acting = ActingPolicy(pretrained, config.seed)
-            source = LocalSource(Collector(env, acting, intervener, layout, config.seed), file, learner)
-        yield OnlineRun(config, run, learner, source, pretrained, file)
+            collector = Collector(env, acting, intervener, layout, config.seed)
+            make_source = LocalSource if config.rl.updates != "max" else FreeSource
+            source = make_source(collector, file, learner, measures, config.steps)
+        stack.enter_context(closing(source))
+        yield OnlineRun(config, run, learner, source, pretrained, file, measures)
 
 
-def _env(config: TrainConfig, device: torch.device) -> Env:
-    return with_classifier(open_env(config.env), config.rl, device)
+def _env(config: TrainConfig, device: torch.device) -> TimedEnv:
+    return TimedEnv(with_classifier(open_env(config.env), config.rl, device))
 
 
 def _demonstrations(config: TrainConfig) -> Dataset | None:
@@ -187,7 +194,7 @@ def _log_setup(parts: OnlineRun) -> None:
     log.info("demonstrations: %d steps of %d episodes", steps, buffer.first_row - steps)
     where = "in a file" if rl.storage == "file" else f"on {buffer.device}"
     log.info("buffer: %d observations, %s, %s", rl.observations, gigabytes(buffer.nbytes()), where)
-    log.info("%d steps, %d updates each from step %d on", config.steps, rl.updates, rl.learning_starts)
+    log.info("%d steps, %s updates each from step %d on", config.steps, rl.updates, rl.learning_starts)
 
 
 def _learn(parts: OnlineRun, stop: StopSignal) -> TrainResult:
@@ -200,21 +207,21 @@ def _learn(parts: OnlineRun, stop: StopSignal) -> TrainResult:
     last: Path | None = checkpoint.newest(parts.run.checkpoints)
     saved = -1 if last is None else int(last.name)
     with Trackers(config, parts.run.folder, name) as trackers:
-        progress = RunProgress(trackers, config.steps, buffer.transitions, _samples(learner))
+        health = MetricsHealth(config, parts.run, buffer.transitions)
+        progress = RunProgress(trackers, health, config.steps, buffer.transitions, _samples(learner))
         stop.stepping = True
         while buffer.transitions < config.steps:
             stepped = source.step(lambda: stop.signal is not None)
             step = buffer.transitions
-            if stepped:
-                for episode in source.ended_episodes():
-                    progress.add_episode(episode)
-                figures = learner.learn() or figures
-                source.publish()
-                if step % config.log_freq == 0 or step == config.steps:
-                    _check(figures, step)
-                    progress.report(step, learner.updates, figures, source.weights_age, source.figures())
-                if config.env_eval_freq and config.env.type and step % config.env_eval_freq == 0:
-                    progress.log(step, evaluate(parts))
+            for episode in source.ended_episodes():
+                progress.add_episode(episode)
+            figures = source.learn() or figures
+            if stepped and (step % config.log_freq == 0 or step == config.steps):
+                _check(figures, step)
+                measured = parts.measures.report() | source.figures()
+                progress.report(step, learner.updates, figures, source.weights_age, measured)
+            if stepped and config.env_eval_freq and config.env.type and step % config.env_eval_freq == 0:
+                progress.log(step, evaluate(parts))
             due = stepped and config.save_freq > 0 and step % config.save_freq == 0
             stopping = stop.signal is not None and step > 0
             if config.save_checkpoint and step != saved and (due or step == config.steps or stopping):

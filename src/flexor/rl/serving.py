@@ -21,6 +21,7 @@ from flexor.rl.acting import ActingPolicy, PublishedWeights
 from flexor.rl.intake import Intake
 from flexor.rl.learner import Learner
 from flexor.rl.learner_server import LearnerServer
+from flexor.rl.measures import Measures
 from flexor.rl.records import RecordFile
 from flexor.rl.sources import ActorSource
 from flexor.rl.spec import EnvironmentSpec
@@ -89,6 +90,7 @@ def actor_source(
     file: RecordFile,
     learner: Learner,
     pretrained: Pretrained,
+    measures: Measures,
 ) -> ActorSource:
     """Steps from the actors. The policy that acts for them is a copy, which gets the learner's weights now and then."""
     assert isinstance(config.policy, SACConfig)
@@ -96,4 +98,4 @@ def actor_source(
     weights = PublishedWeights(learner.policy, serve.weights_s)
     acting = ActingPolicy(copy.deepcopy(pretrained), config.seed)
     intake = Intake(config.policy, spec, file, acting, weights, steps=config.steps, max_lag=serve.max_lag)
-    return ActorSource(server, intake, learner, weights)
+    return ActorSource(server, intake, learner, weights, measures)

@@ -11,8 +11,9 @@ from flexor.core.log import log
 from flexor.rl.acting import PublishedWeights
 from flexor.rl.collector import Collector, EpisodeSummary
 from flexor.rl.intake import Intake
-from flexor.rl.learner import Learner
+from flexor.rl.learner import Figures, Learner
 from flexor.rl.learner_server import LearnerServer
+from flexor.rl.measures import Measures
 from flexor.rl.records import RecordFile
 
 READ_AT_ONCE = 1024  # records
@@ -35,19 +36,26 @@ class StepSource(Protocol):
     def ended_episodes(self) -> list[EpisodeSummary]:
         """Those that have ended since the last call."""
 
-    def publish(self) -> None:
-        """The updates of the last step are done."""
+    def learn(self) -> Figures | None:
+        """The updates that are due now. What the last one measured; None if there was none."""
 
     def figures(self) -> dict[str, float]:
         """More figures for the log."""
+
+    def close(self) -> None:
+        """The run is over."""
 
 
 class LocalSource:
     """An environment in this process, which waits for the learner."""
 
-    def __init__(self, collector: Collector, file: RecordFile, learner: Learner):
-        self.collector, self.file, self.learner = collector, file, learner
-        self.weights_age = float(learner.settings.updates)
+    def __init__(
+        self, collector: Collector, file: RecordFile, learner: Learner, measures: Measures, steps: int
+    ):
+        """`steps`: of the whole run."""
+        self.collector, self.file, self.learner, self.measures = collector, file, learner, measures
+        self.steps = steps
+        self.weights_age = 0.0 if learner.is_free else float(learner.settings.updates)
 
     def resume(self) -> None:
         """Learn again from what was recorded after the checkpoint, and go on where the robot was."""
@@ -59,12 +67,18 @@ class LocalSource:
             record = file.read(place, 1)
             learner.buffer.extend(record)
             if record["is_step"][0]:
-                learner.learn()
-        log.info(
-            "read %d records; updates %d to %d were repeated from those after the newest checkpoint",
-            *(file.count, updates, learner.updates),
-        )
+                self._learn_again()
+        log.info("read %d records", file.count)
+        if learner.updates > updates:
+            log.info(
+                "updates %d to %d were repeated from those after the newest checkpoint",
+                updates,
+                learner.updates,
+            )
         self._resume_episode()
+
+    def _learn_again(self) -> None:
+        self.learner.learn()
 
     def _resume_episode(self) -> None:
         """Go on in the episode that was cut off, if the environment can be brought back to where it was."""
@@ -88,13 +102,15 @@ class LocalSource:
         collector = self.collector
         if collector.episode.ended:
             self._record(collector.begin(collector.episode.number + 1))
-        self._record(collector.step(self.learner.buffer.transitions, self.learner.updates))
+        collector.policy.update = self.learner.updates
+        self._record(collector.step(self.learner.buffer.transitions))
         return True
 
     def _record(self, record: np.ndarray) -> None:
         """To the file first: what was learned from is there."""
         self.file.append(record)
         self.learner.buffer.extend(record)
+        self.measures.add(record)
 
     def ended_episodes(self) -> list[EpisodeSummary]:
         if not self.collector.episode.ended:
@@ -102,18 +118,29 @@ class LocalSource:
         self.file.flush()
         return [self.collector.episode]
 
-    def publish(self) -> None:
-        pass  # the policy that learns is the one that acts
+    def learn(self) -> Figures | None:
+        return self.learner.learn()
 
     def figures(self) -> dict[str, float]:
         return {}
+
+    def close(self) -> None:
+        pass
 
 
 class ActorSource:
     """Actors on the network, which do not wait. Their records are read from the file, in its order."""
 
-    def __init__(self, server: LearnerServer, intake: Intake, learner: Learner, weights: PublishedWeights):
+    def __init__(
+        self,
+        server: LearnerServer,
+        intake: Intake,
+        learner: Learner,
+        weights: PublishedWeights,
+        measures: Measures,
+    ):
         self.server, self.intake, self.learner, self.weights = server, intake, learner, weights
+        self.measures = measures
         self.weights_age = 0.0
         self.episodes: dict[int, EpisodeSummary] = {}  # under way, by actor
         self.ended: list[EpisodeSummary] = []
@@ -135,6 +162,7 @@ class ActorSource:
         """Actors may have sent more than this step meanwhile: each step has its updates, whenever it came."""
         while (record := self._next(stopped)) is not None:
             self.learner.buffer.extend(record)
+            self.measures.add(record)
             self._count(record)
             if record["is_step"][0]:
                 self.intake.learned = self.learner.buffer.transitions
@@ -145,7 +173,7 @@ class ActorSource:
 
     def _next(self, stopped: Callable[[], bool]) -> np.ndarray | None:
         intake, place = self.intake, self.learner.buffer.count
-        while not stopped():
+        while not stopped() and not (self.learner.is_free and self.learner.can_learn()):
             with intake.changed:
                 if intake.changed.wait_for(lambda: intake.file.count > place or intake.failure, WAIT_S):
                     break
@@ -172,8 +200,13 @@ class ActorSource:
         ended, self.ended = self.ended, []
         return ended
 
-    def publish(self) -> None:
+    def learn(self) -> Figures | None:
+        if self.learner.is_free:
+            figures = self.learner.learn_freely(more=self.intake.file.count > self.learner.buffer.count)
+        else:
+            figures = self.learner.learn()
         self.weights.publish(self.learner.updates)
+        return figures
 
     def figures(self) -> dict[str, float]:
         return {

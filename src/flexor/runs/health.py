@@ -18,6 +18,7 @@ from typing import Any
 
 from flexor.core.findings import Finding, Fix
 from flexor.core.text import one_line
+from flexor.runs.online_health import OnlineHealth
 from flexor.runs.text import figure
 
 Line = Mapping[str, Any]
@@ -67,9 +68,12 @@ class LearningHealth:
 
     def __init__(self, config: Mapping[str, Any], checkpoints: Callable[[], Sequence[int]]):
         self._rules = (_Loss(config), _Gradient(config), _HeldOut(checkpoints))
+        self._online = OnlineHealth(config)
         self._kind: frozenset[str] = frozenset()
 
     def update(self, line: Line) -> list[Finding]:
+        if "transitions_per_s" in line:  # critics' losses follow the rewards, which may rise: other rules
+            return self._online.update(line)
         if "loss" in line:
             kind = frozenset(name for name in line if name.endswith("_loss") and name != "held_out_loss")
             if kind != self._kind:  # another phase of training, with another loss

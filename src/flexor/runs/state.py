@@ -20,6 +20,7 @@ SILENT_S = 60.0
 SILENT_REPORTS = 5  # times the usual time between two of them
 
 GPU_BOUND, CPU_BOUND = "GPU-bound", "compute-bound (CPU)"  # verdicts of runs that nothing holds back
+ENVIRONMENT_BOUND, UPDATE_BOUND = "environment-bound", "update-bound"  # of runs that learn while they act
 
 STATUS = {name: name for name in ("starting", "running", "finished", "stopped")}
 STATUS |= {"empty": "no run yet", "silent": "no news"}
@@ -168,7 +169,7 @@ def verdict_text(diagnosis: object) -> str | None:
 
 def is_alarm(verdict: str) -> bool:
     """Whether a verdict's text says that something is wrong."""
-    return not verdict.startswith((GPU_BOUND, CPU_BOUND))
+    return not verdict.startswith((GPU_BOUND, CPU_BOUND, ENVIRONMENT_BOUND, UPDATE_BOUND))
 
 
 def relative(path: Path, folder: Path) -> str:

@@ -27,11 +27,13 @@ BUILTIN: dict[str, dict[str, Any]] = {
     "builtin/place_words": {"targets": 2, "episodes": 1000},
     # for learning from rewards
     "builtin/place_rl": {"obs_type": "environment_state_agent_pos", "episodes": 20, "actions": "executed"},
+    "builtin/place_rl_images": {"image_size": 128, "cameras": 2, "episodes": 20, "actions": "executed"},
 }
 TRAIN_SEED_START = 0
 EVAL_SEED_START = 1_000_000  # evaluation never uses the start state of a demonstration
 
 PIXELS = "pixels_agent_pos"
+CAMERAS = ("top", "wrist")  # where there are two
 # the environment's observation type -> the feature of the dataset besides the robot's own state
 OBSERVED = {
     PIXELS: ("observation.image", "pixels"),
@@ -71,6 +73,8 @@ class RecordSettings:
     # Which action is recorded where it is disturbed: the expert's, to imitate, or the one that was executed, whose
     # outcome is recorded: to learn from rewards.
     actions: str = "expert"
+    # Cameras of the images: above the table, and at the gripper.
+    cameras: int = 1
 
     def check(self) -> None:
         if self.episodes < 1:
@@ -83,6 +87,8 @@ class RecordSettings:
             raise ConfigError(f"noise={self.noise}: use 0 (none) to 1.5; with more, the expert often fails")
         if self.targets not in (1, 2):
             raise ConfigError(f"targets={self.targets}: use 1 or 2")
+        if self.cameras not in (1, 2):
+            raise ConfigError(f"cameras={self.cameras}: use 1 or 2")
         if self.actions not in ("expert", "executed"):
             raise ConfigError(f"actions={self.actions!r}: use 'expert' or 'executed'")
         if self.seed < 0 or self.seed + 2 * self.episodes > EVAL_SEED_START:
@@ -92,7 +98,9 @@ class RecordSettings:
             )
 
 
-def features(image_size: int, obs_type: str = PIXELS, targets: int = 1) -> dict[str, dict[str, Any]]:
+def features(
+    image_size: int, obs_type: str = PIXELS, targets: int = 1, cameras: int = 1
+) -> dict[str, dict[str, Any]]:
     """The dataset's features in LeRobot's format."""
     axes, size = ["x", "y", "opening"], (image_size, image_size, 3)
     picture = {"dtype": "video", "shape": size, "names": ["height", "width", "channels"]}
@@ -100,8 +108,9 @@ def features(image_size: int, obs_type: str = PIXELS, targets: int = 1) -> dict[
     names = [f"{thing}_{axis}" for thing in ("block", *discs) for axis in "xy"]
     places = {"dtype": "float32", "shape": (len(names),), "names": names}
     name, _ = OBSERVED[obs_type]
+    pictures = {name: picture} if cameras == 1 else {f"observation.images.{c}": picture for c in CAMERAS}
     return {
-        name: picture if obs_type == PIXELS else places,
+        **(pictures if obs_type == PIXELS else {name: places}),
         "observation.state": {"dtype": "float32", "shape": (3,), "names": axes},
         "action": {"dtype": "float32", "shape": (3,), "names": axes},
         **OUTCOME,
@@ -128,7 +137,7 @@ def demonstrate(
         rest = rest - 1 if success else REST
         frames.append(
             {
-                name: previous[key],
+                **_observed(name, previous[key]),
                 "observation.state": previous["agent_pos"],
                 "action": action if actions == "expert" else executed,
                 "next.reward": np.array([reward], np.float32),
@@ -141,18 +150,25 @@ def demonstrate(
     return None
 
 
+def _observed(name: str, value: Any) -> dict[str, np.ndarray]:
+    """An observation under its name, or images under those of their cameras."""
+    if isinstance(value, dict):
+        return {f"observation.images.{camera}": image for camera, image in value.items()}
+    return {name: value}
+
+
 def record_dataset(root: str | Path, *, progress: Progress | None = None, **settings: Any) -> Path:
     """Write demonstrations into the new folder `root`; `settings` are those of RecordSettings.
 
     A demonstration that fails is left out, and the next seed is tried.
     """
     config = _settings(settings)
-    env = PlaceEnv(config.image_size, config.obs_type, targets=config.targets)
+    env = PlaceEnv(config.image_size, config.obs_type, targets=config.targets, cameras=config.cameras)
     recorded, seed = 0, config.seed
     with DatasetWriter(
         Path(root),
         FPS,
-        features(config.image_size, config.obs_type, config.targets),
+        features(config.image_size, config.obs_type, config.targets, config.cameras),
         robot_type="flexor_place",
         codec=config.codec,
         crf=config.crf,
@@ -229,8 +245,10 @@ def _key(config: RecordSettings) -> str:
     settings = asdict(config)
     if config.actions == "expert":
         del settings["actions"]  # datasets from before there was a choice keep their names
+    if config.cameras == 1:
+        del settings["cameras"]
     digest = hashlib.sha256(json.dumps([FORMAT_VERSION, settings], sort_keys=True).encode())
-    env = PlaceEnv(config.image_size, config.obs_type, targets=config.targets)
+    env = PlaceEnv(config.image_size, config.obs_type, targets=config.targets, cameras=config.cameras)
     for frame in demonstrate(env, config.seed, config.noise, config.actions) or []:
         for name in sorted(frame):
             digest.update(frame[name].tobytes())

@@ -40,6 +40,8 @@ GOAL_RADIUS = 0.36
 GOAL_TOLERANCE = 0.24  # likewise: the block's centre from the disc's
 RELEASE_OPENING = 0.3  # a held block is released above this, so a noisy command does not drop it
 
+WRIST_ZOOM = 2.0  # of the camera at the gripper
+
 SPAWN = 0.68  # block and disc lie within this
 GRIPPER_SPAWN = 0.8
 FAR_APART = 0.6  # block to disc and block to gripper at the start, so that no episode starts solved
@@ -171,9 +173,11 @@ class PlaceEnv(gymnasium.Env[Any, np.ndarray]):
         targets: int = 1,
         wrong_words: bool = False,
         reward: str = "progress",
+        cameras: int = 1,
     ):
         """`targets`: discs on the table, 1 or 2. `wrong_words`: the description names the other disc, which shows
-        whether a policy listens. `reward`: progress, or 1 at success and 0 before (sparse)."""
+        whether a policy listens. `reward`: progress, or 1 at success and 0 before (sparse). `cameras`: 1 above the
+        table, or another one at the gripper (2), which sees half as far."""
         if obs_type not in ("pixels_agent_pos", "environment_state_agent_pos"):
             raise ConfigError(
                 f"{ENV_ID}: obs_type={obs_type!r} is unknown; use 'pixels_agent_pos' or 'environment_state_agent_pos'"
@@ -184,6 +188,8 @@ class PlaceEnv(gymnasium.Env[Any, np.ndarray]):
             raise ConfigError(
                 f"{ENV_ID}: targets={targets}, wrong_words={wrong_words}: use 1 or 2 targets; wrong words need 2"
             )
+        if cameras not in (1, 2):
+            raise ConfigError(f"{ENV_ID}: cameras={cameras}: use 1 or 2")
         if reward not in ("progress", "sparse"):
             raise ConfigError(f"{ENV_ID}: reward={reward!r} is unknown; use 'progress' or 'sparse'")
         self.sparse = reward == "sparse"
@@ -194,12 +200,16 @@ class PlaceEnv(gymnasium.Env[Any, np.ndarray]):
         self.render_mode = render_mode
         self.state = State((0.0, 0.0), 1.0, (0.0, 0.0), (0.0, 0.0))
         self._eye = Painter(image_size, BLOCK_HALF, GOAL_RADIUS)
+        self._wrist = Painter(image_size, WRIST_ZOOM * BLOCK_HALF, WRIST_ZOOM * GOAL_RADIUS)
+        self.cameras = cameras
         self._camera: Painter | None = None  # the large image, created at first use
 
         box = gymnasium.spaces.Box
         spaces: dict[str, gymnasium.Space[Any]] = {"agent_pos": box(-1, 1, (3,), np.float32)}
         if obs_type == "pixels_agent_pos":
-            spaces["pixels"] = box(0, 255, (image_size, image_size, 3), np.uint8)
+            image = box(0, 255, (image_size, image_size, 3), np.uint8)
+            two = gymnasium.spaces.Dict({"top": image, "wrist": image})
+            spaces["pixels"] = image if cameras == 1 else two
         else:
             spaces["environment_state"] = box(-1, 1, (2 + 2 * targets,), np.float32)
         self.observation_space = gymnasium.spaces.Dict(spaces)
@@ -230,11 +240,14 @@ class PlaceEnv(gymnasium.Env[Any, np.ndarray]):
         reward = float(success) if self.sparse else self.state.reward
         return self._observe(), reward, success, False, {"is_success": success}
 
-    def _observe(self) -> dict[str, np.ndarray]:
+    def _observe(self) -> dict[str, Any]:
         state = self.state
-        observation = {"agent_pos": np.array([*state.gripper, state.opening], np.float32)}
+        observation: dict[str, Any] = {"agent_pos": np.array([*state.gripper, state.opening], np.float32)}
         if self.obs_type == "pixels_agent_pos":
-            observation["pixels"] = self._draw(self._eye)
+            above = self._draw(self._eye)
+            observation["pixels"] = (
+                above if self.cameras == 1 else {"top": above, "wrist": self._draw_wrist()}
+            )
         else:
             places = [value for place, _ in state.discs for value in place]
             observation["environment_state"] = np.array([*state.block, *places], np.float32)
@@ -243,6 +256,17 @@ class PlaceEnv(gymnasium.Env[Any, np.ndarray]):
     def _draw(self, painter: Painter) -> np.ndarray:
         s = self.state
         return painter.draw(s.gripper, s.opening, s.block, s.discs, s.grasped, s.goal if s.success else None)
+
+    def _draw_wrist(self) -> np.ndarray:
+        """The scene around the gripper."""
+        s = self.state
+
+        def seen_from_gripper(place: Point) -> Point:
+            return WRIST_ZOOM * (place[0] - s.gripper[0]), WRIST_ZOOM * (place[1] - s.gripper[1])
+
+        discs = [(seen_from_gripper(place), colour) for place, colour in s.discs]
+        done = seen_from_gripper(s.goal) if s.success else None
+        return self._wrist.draw((0.0, 0.0), s.opening, seen_from_gripper(s.block), discs, s.grasped, done)
 
     def render(self) -> np.ndarray | None:
         """The scene as the policy sees it, in a larger size for people."""

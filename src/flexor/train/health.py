@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
+from flexor.config.schema import TrainConfig
 from flexor.core.batch import Batch
 from flexor.core.findings import Finding
 from flexor.core.log import log
@@ -30,35 +31,18 @@ from flexor.train.checkpoint.state import TrainState
 HEALTH = "health"  # in the record, and in a line of the metrics
 
 
-class Health:
-    """Rank 0 of a run."""
+class MetricsHealth:
+    """Findings about the metrics of a run."""
 
-    def __init__(self, state: TrainState, run: Run, loader: Loader):
-        config, dataset = state.config, loader.dataset
+    def __init__(self, config: TrainConfig, run: Run, step: int):
+        """`step`: from which the run goes on."""
         self.run = run
         self.rules = LearningHealth(config.to_dict(), lambda: [*checkpoint.complete(run.checkpoints)])
         for line in GrowingLines(run.folder / METRICS).read()[1]:  # of a resumed run
             self.rules.update(line)
-        steps = state.preprocessor.steps
-        normalize = next((step for step in steps if isinstance(step, Normalize)), None)
-        named = zip(in_dataset(config.policy.images, config.rename_map), config.policy.images)
-        cameras = {name: feature for name, feature in named if name in loader.cameras}
-        renamed = state.host_steps is not None
-        self.cameras = CameraHealth(dataset, cameras, loader.deltas, normalize, renamed)
-        recorded = from_record(read_record(run.folder).get(HEALTH))
-        self.findings = [finding for finding in recorded if (finding.step or 0) <= state.step]
+        self.recorded = from_record(read_record(run.folder).get(HEALTH))
+        self.findings = [finding for finding in self.recorded if (finding.step or 0) <= step]
         self.new: list[Finding] = []
-        self._merge(state.step, value_findings(dataset, state.preprocessor, config.rename_map))
-        self._merge(state.step, self.cameras.findings())
-        if config.policy_path is not None and state.step == 0:
-            self._merge(0, findings_before_tuning(config.policy_path, dataset, config.rename_map))
-        if self.findings != recorded:
-            self._record()
-
-    def check_images(self, step: int, batches: Sequence[Batch]) -> None:
-        """Check the images of a step."""
-        self.cameras.update(batches)
-        self._merge(step, self.cameras.findings())
 
     def check_metrics(self, step: int, values: dict[str, Any]) -> None:
         """Check a line of the metrics before it is written, and add the findings that begin with it."""
@@ -67,6 +51,41 @@ class Health:
         if self.new:
             values[HEALTH], self.new = [to_json(finding) for finding in self.new], []
             self._record()
+
+    def _begin(self, step: int, finding: Finding) -> None:
+        self.findings.append(replace(finding, step=step))
+        self.new.append(finding)
+        log.warning("%s: %s. What to do: %s", finding.name, finding.evidence, finding.fix)
+
+    def _record(self) -> None:
+        """Write all findings to the run's record."""
+        entries = [{**to_json(finding), "step": int(finding.step or 0)} for finding in self.findings]
+        note(self.run.folder, **{HEALTH: entries})
+
+
+class Health(MetricsHealth):
+    """Of a run that learns from a dataset: its data, too. On rank 0."""
+
+    def __init__(self, state: TrainState, run: Run, loader: Loader):
+        config, dataset = state.config, loader.dataset
+        super().__init__(config, run, state.step)
+        steps = state.preprocessor.steps
+        normalize = next((step for step in steps if isinstance(step, Normalize)), None)
+        named = zip(in_dataset(config.policy.images, config.rename_map), config.policy.images)
+        cameras = {name: feature for name, feature in named if name in loader.cameras}
+        renamed = state.host_steps is not None
+        self.cameras = CameraHealth(dataset, cameras, loader.deltas, normalize, renamed)
+        self._merge(state.step, value_findings(dataset, state.preprocessor, config.rename_map))
+        self._merge(state.step, self.cameras.findings())
+        if config.policy_path is not None and state.step == 0:
+            self._merge(0, findings_before_tuning(config.policy_path, dataset, config.rename_map))
+        if self.findings != self.recorded:
+            self._record()
+
+    def check_images(self, step: int, batches: Sequence[Batch]) -> None:
+        """Check the images of a step."""
+        self.cameras.update(batches)
+        self._merge(step, self.cameras.findings())
 
     def _merge(self, step: int, findings: Sequence[Finding]) -> None:
         """Add findings about data, which last. One that concerns more episodes than before is updated."""
@@ -79,16 +98,6 @@ class Health:
             if self.findings[index].evidence != finding.evidence:
                 self.findings[index] = replace(finding, step=self.findings[index].step)
                 self._record()
-
-    def _begin(self, step: int, finding: Finding) -> None:
-        self.findings.append(replace(finding, step=step))
-        self.new.append(finding)
-        log.warning("%s: %s. What to do: %s", finding.name, finding.evidence, finding.fix)
-
-    def _record(self) -> None:
-        """Write all findings to the run's record."""
-        entries = [{**to_json(finding), "step": int(finding.step or 0)} for finding in self.findings]
-        note(self.run.folder, **{HEALTH: entries})
 
 
 def _subject(finding: Finding) -> tuple[str, str]:

@@ -14,6 +14,7 @@ from flexor.runs.diagnosis.figures import Reports, figures_of
 from flexor.runs.diagnosis.live import LiveDiagnosis
 from flexor.runs.diagnosis.rules import diagnose_lines
 from flexor.runs.diagnosis.verdict import Diagnosis
+from flexor.runs.state import is_alarm
 
 H200 = {
     "machine": {"device": "NVIDIA H200", "processes": 1, "precision": "bf16"},
@@ -132,6 +133,32 @@ def test_a_healthy_run_on_a_cpu():
     diagnosis = verdict_of(ON_CPU, CPU)
     assert_names(diagnosis, "compute-bound (CPU)")
     assert diagnosis.healthy and len(diagnosis.findings) == 1
+
+
+def learning_online(acting: float, learning: float) -> Diagnosis:
+    line = {
+        "samples_per_s": 2560.0,
+        "step_s": 0.1,
+        "transitions_per_s": 10.0,
+        "updates_per_s": 10.0,
+        "environment_share": acting,
+        "learning_share": learning,
+    }
+    return diagnose_lines(lines_of(line), {"rl": {"updates": 1}}, H200)[0]
+
+
+def test_a_run_that_waits_for_its_environment_is_healthy():
+    """As a robot takes its time; more updates would cost little."""
+    diagnosis = learning_online(0.9, 0.1)
+    assert_names(diagnosis, "environment-bound", "--rl.updates=9")
+    assert diagnosis.healthy and "90 %" in diagnosis.verdict.evidence
+    assert not is_alarm("environment-bound: the environment takes 90 % of the time")
+
+
+def test_a_run_whose_updates_take_the_time_is_healthy():
+    diagnosis = learning_online(0.1, 0.9)
+    assert_names(diagnosis, "update-bound")
+    assert diagnosis.healthy
 
 
 def test_neighbours_that_take_nothing_from_the_run_are_no_alarm():

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from functools import cached_property
 from typing import Any, NamedTuple
 
 import torch
@@ -129,27 +130,23 @@ class SACAlgorithm(nn.Module):
             if part in self.optimizers:
                 self.optimizers[part].zero_grad()
         total.backward()
-        figures["critic_grad_norm"] = self._step_optimizer("critic", self.critic_parameters())
+        figures["critic_grad_norm"] = self._step_optimizer("critic")
         if policy.discrete_critic is not None:
-            figures["discrete_critic_grad_norm"] = self._step_optimizer(
-                "discrete_critic", self.gripper_parameters()
-            )
+            figures["discrete_critic_grad_norm"] = self._step_optimizer("discrete_critic")
         return figures
 
     def _update_actor(self, batch: TransitionBatch, noise: NoiseSource, name: str) -> dict[str, Tensor]:
-        self.critic_ensemble.requires_grad_(False)  # gradients flow through the critics, not to them
         encoded = self._encode_for_actor(batch, noise, f"{name}actor")
         loss, entropy = self._actor_loss(*encoded, noise, f"{name}actor")
         self.optimizers["actor"].zero_grad()
-        loss.backward()
-        self.critic_ensemble.requires_grad_(True)
-        norm = self._step_optimizer("actor", self.actor_parameters())
+        loss.backward(inputs=self.trained_by("actor"))  # through the critics, not to them
+        norm = self._step_optimizer("actor")
         if not self.policy.config.shared_encoder:  # the step has changed the actor's encoder
             encoded = self._encode_for_actor(batch, noise, f"{name}temperature")
         temperature_loss = self._temperature_loss(encoded[1], noise, f"{name}temperature")
         self.optimizers["temperature"].zero_grad()
         temperature_loss.backward()
-        self._step_optimizer("temperature", [self.log_alpha])
+        self._step_optimizer("temperature")
         return {
             "actor_loss": loss.detach(),
             "actor_grad_norm": norm,
@@ -158,10 +155,19 @@ class SACAlgorithm(nn.Module):
             "temperature": self.log_alpha.detach().exp()[0],
         }
 
-    def _step_optimizer(self, part: str, parameters: list[nn.Parameter]) -> Tensor:
-        norm = nn.utils.clip_grad_norm_(parameters, self.settings["grad_clip_norm"])
+    def trained_by(self, part: str) -> list[Tensor]:
+        """Those that a part's optimizer trains. To walk through the modules takes longer than to compute with them."""
+        parameters: list[Tensor] = self.optimizers[part].param_groups[0]["params"]
+        return parameters
+
+    @torch.no_grad()
+    def _step_optimizer(self, part: str) -> Tensor:
+        """The norm of the gradients, before they are clipped."""
+        gradients = [p.grad for p in self.trained_by(part) if p.grad is not None]
+        norm = torch.stack(torch._foreach_norm(gradients)).norm()
+        torch._foreach_mul_(gradients, (self.settings["grad_clip_norm"] / (norm + 1e-6)).clamp(max=1))
         self.optimizers[part].step()
-        return norm.detach()
+        return norm
 
     def critic_loss(self, batch: TransitionBatch, noise: NoiseSource, name: str = "0/") -> Tensor:
         """The sum over the critics of their mean squared errors."""
@@ -261,7 +267,11 @@ class SACAlgorithm(nn.Module):
     @torch.no_grad()
     def update_targets(self) -> None:
         """The targets are averages of the critics. The encoder is not averaged: it is theirs, too."""
-        weight = self.settings["critic_target_update_weight"]
+        torch._foreach_lerp_(*self._averaged, self.settings["critic_target_update_weight"])
+
+    @cached_property
+    def _averaged(self) -> tuple[list[Tensor], list[Tensor]]:
+        """The averages, and what they follow."""
         targets: list[Tensor] = [*self.critic_target.parameters()]
         current: list[Tensor] = [*self.critic_ensemble.parameters()]
         if self.discrete_critic_target is not None:
@@ -270,7 +280,7 @@ class SACAlgorithm(nn.Module):
             for name, target in self.discrete_critic_target.named_parameters():
                 targets.append(target)
                 current.append(heads[name])
-        torch._foreach_lerp_(targets, current, weight)
+        return targets, current
 
     def _encode(self, encoder: SACEncoder, observation: Observation, noise: NoiseSource, name: str) -> Tensor:
         encoded: Tensor = encoder(observation, noise if self.training else None, name)

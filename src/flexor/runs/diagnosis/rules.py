@@ -15,6 +15,7 @@ from flexor.runs.diagnosis.compute import launch_bound, memory_pressure, ranks_w
 from flexor.runs.diagnosis.cores import starved
 from flexor.runs.diagnosis.data import copy_bound, data_bound, loader_time
 from flexor.runs.diagnosis.figures import Figures, Reports, figures_of, mapping, number
+from flexor.runs.diagnosis.online import online_verdict
 from flexor.runs.diagnosis.pauses import paused
 from flexor.runs.diagnosis.verdict import ALARM, Diagnosis, percent, weight
 from flexor.runs.state import CPU_BOUND, GPU_BOUND
@@ -42,7 +43,7 @@ def diagnose(f: Figures, previous: str | None = None) -> Diagnosis:
     alarms.sort(key=weight, reverse=True)
     if not f.steps:  # of ordinary ones, because of the pauses
         return Diagnosis(alarms, f.pauses.seconds, round(f.pauses.steps))
-    return Diagnosis(alarms or [_healthy(f)], f.seconds, round(f.steps))
+    return Diagnosis(alarms or [online_verdict(f) or _healthy(f)], f.seconds, round(f.steps))
 
 
 def _needs_cores(f: Figures, launching: float) -> float:
