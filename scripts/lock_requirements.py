@@ -43,10 +43,9 @@ BUILDING = (
     "setuptools",
     "wheel",
 )  # what is needed to install Flexor itself; of these, those that are pinned
-HEADING = f"# Made by scripts/{Path(__file__).name} from constraints.txt. `make setup` installs it with --require-hashes."
-SITE_HEADING = (
-    f"# Made by scripts/{Path(__file__).name} --site. `make site` installs it with --require-hashes."
-)
+MADE = f"# Made by scripts/{Path(__file__).name}"
+HEADING = f"{MADE} from constraints.txt. `make setup` installs it with --require-hashes."
+SITE_HEADING = f"{MADE} --site. `make site` installs it with --require-hashes."
 LEFT_OUT = ("torch", "flexor")
 MACHINES = [
     {"sys_platform": system, "platform_system": name, "platform_machine": machine, "os_name": "posix"}

@@ -103,7 +103,7 @@ def policy_server(work: Path, run: str) -> Iterator[str]:
             assert server.stdout is not None
             url = json.loads(server.stdout.readline())["url"]
             observation = {
-                "observation.images.top": np.full((32, 32, 3), 128, np.uint8),
+                "observation.image": np.full((32, 32, 3), 128, np.uint8),
                 "observation.state": np.zeros(3, np.float32),
             }
             with RemotePolicy(url) as robot:

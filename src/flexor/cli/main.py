@@ -50,6 +50,10 @@ To see runs, plans and datasets in a browser: flexor ui
 
 `flexor --help` lists all commands.
 """
+WINDOWS = (
+    "Flexor needs Linux or macOS: it locks files and handles signals as Windows does not. On Windows, install it in "
+    "WSL 2, where CUDA works too: docs/platforms.md. The robot's package, flexor-client, works on Windows."
+)
 USAGE = """usage: flexor COMMAND ...
 
 Train robot policies on LeRobot datasets.
@@ -102,6 +106,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             return 0
         if verb not in VERBS:
             raise ConfigError(f"Unknown command {verb!r}. {closest(verb, VERBS)}")
+        if sys.platform == "win32":
+            raise FlexorError(WINDOWS)
         trust(_take_trusted(rest))
         code: int = importlib.import_module(f"flexor.cli.{verb}").run(rest)
         return code
