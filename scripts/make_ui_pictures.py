@@ -14,6 +14,7 @@ import json
 import os
 import subprocess
 import sys
+import tempfile
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -33,6 +34,7 @@ from support.browser import Browser, find_browser  # noqa: E402
 from support.ui_pages import resize  # noqa: E402
 
 WIDTH, HEIGHT = 1280, 800
+WORK = Path(tempfile.gettempdir()) / "flexor-pictures"  # pages show its path
 MOST_BYTES = 150_000
 LEARNING_RATES = ("1e-4", "3e-4")
 PLACE, LARGE = "data/place", "data/place_128"
@@ -137,7 +139,8 @@ def take(browser: Browser, link: str, picture: Picture, work: Path, file: Path) 
         browser.wait(f"{picture.before} !== null")
         browser.run(f"{picture.before}.click()")
     browser.wait(picture.complete)
-    browser.wait(READY)
+    if picture.page == "#data":
+        browser.wait(READY)
     browser.screenshot(file)
     shrink(file)
     return file
@@ -160,7 +163,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument(
         "pictures", nargs="*", metavar="PICTURE", help=f"of {', '.join(PICTURES)}; default: all"
     )
-    parser.add_argument("--work", type=Path, default=ROOT / "build/pictures", help="default: build/pictures")
+    parser.add_argument("--work", type=Path, default=WORK, help=f"default: {WORK}")
     parser.add_argument("--output", type=Path, default=ROOT / "docs/images", help="default: docs/images")
     parser.add_argument("--steps", type=int, default=120, help="of each training, default 120")
     options = parser.parse_args(arguments)

@@ -189,7 +189,7 @@ def test_other_commands_parse(page, tmp_path, monkeypatch):
     for launcher, (verb, *words) in commands(page, "console"):
         parses_launcher(launcher)
         words = [word for word in words if not word.startswith(("--gpus=", "--resume=auto"))]
-        words = [word.replace("--config=configs/", f"--config={ROOT}/configs/") for word in words]
+        words = [word.replace("--config=examples/", f"--config={ROOT}/examples/") for word in words]
         if verb == "train":
             load_config(with_types(words))
         elif verb == "resume":
@@ -405,7 +405,7 @@ def test_train_page_has_the_table_of_lerobots_settings():
 
 def test_pictures_are_small():
     for picture in (ROOT / "docs/images").iterdir():
-        assert picture.stat().st_size < 400_000, picture
+        assert picture.stat().st_size < (160_000 if picture.suffix == ".gif" else 150_000), picture
 
 
 def lerobot_table() -> str:
