@@ -37,6 +37,7 @@ from flexor.config.parse import flatten, load_config, parse_flags, read_file
 from flexor.config.schema import GROUPS, ParallelConfig
 from flexor.evaluate import report
 from flexor.evaluate.envs import make_env
+from flexor.launch.ssh.launch import parser as ssh_flags
 from flexor.sim import record
 from flexor.train.checkpoint.resume import may_change
 from flexor.train.ranks.split import split_batch
@@ -175,7 +176,10 @@ def test_checkpoint_holds_the_files_named(followed_readme):
 
 @pytest.mark.parametrize(
     "page",
-    [pytest.param(p, marks=[pytest.mark.installed] if p.stem == "launch" else []) for p in PAGES],
+    [
+        pytest.param(p, marks=[pytest.mark.installed] if "\nflexor launch" in p.read_text() else [])
+        for p in PAGES
+    ],
     ids=lambda page: page.stem,
 )
 def test_other_commands_parse(page, tmp_path, monkeypatch):
@@ -194,9 +198,13 @@ def test_other_commands_parse(page, tmp_path, monkeypatch):
             load_config(with_types(words))
         elif verb == "resume":
             assert all(may_change(key) for key in parse_flags(words[1:])), words
+        elif verb == "launch" and {"--follow", "--stop"} & {word.partition("=")[0] for word in words}:
+            ssh_flags().parse_args(words[1:])
         elif verb == "launch":
             tiny = [f"--policy.{k}={v}" for k, v in TINY_POLICY.items()] if words[0] == "hf-jobs" else []
-            assert cli.main([verb, words[0], "--dry-run", *words[1:], *tiny]) == 0  # which may plan
+            assert (
+                cli.main([verb, words[0], "--dry-run", *with_types(words[1:]), *tiny]) == 0
+            )  # which may plan
         elif verb == "plan":
             _, settings = plan_flags().parse_known_args(words)
             load_config([*settings, "--dataset.repo_id=planned/dataset"])

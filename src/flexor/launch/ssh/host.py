@@ -17,7 +17,8 @@ from flexor.core.errors import ConfigError, FlexorError
 from flexor.core.log import log
 
 # no questions, since nobody may be there to answer; a dead connection is noticed after a minute
-OPTIONS = ["-o", "BatchMode=yes", "-o", "ServerAliveInterval=15", "-o", "ServerAliveCountMax=4"]
+OPTIONS = ["-o", "BatchMode=yes", "-o", "ConnectTimeout=20"]
+OPTIONS += ["-o", "ServerAliveInterval=15", "-o", "ServerAliveCountMax=4"]
 UNREACHABLE = 255  # ssh's own exit code
 LONGEST_WAIT = 30.0  # seconds between attempts to reconnect
 BLOCK = 1 << 16

@@ -53,6 +53,10 @@ def launch_ssh(arguments: list[str]) -> int:
     cut = arguments.index("--") if "--" in arguments else len(arguments)
     options, words = parser().parse_known_args(arguments[:cut])
     host = SshHost(options.host, options.ssh)
+    if options.dry_run and (options.stop or options.follow):
+        raise ConfigError(
+            "--dry-run shows how a run would be started: leave out --follow and --stop, or --dry-run."
+        )
     if options.stop:
         return _stop(host, options.stop)
     if options.follow:
