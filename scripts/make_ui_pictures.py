@@ -3,7 +3,7 @@
     python scripts/make_ui_pictures.py [--work=DIR] [--output=DIR] [PICTURE ...]
 
 What the pages show is made first, with the program: two datasets, two short trainings, and a policy server with a
-robot. It stays in the work folder, so that a second call takes only the pictures. --steps=240 makes longer trainings.
+robot. It stays in the work folder, so that a second call takes only the pictures.
 The pictures have a palette of at most 256 colours, which keeps them small.
 """
 
@@ -72,7 +72,7 @@ def prepare(work: Path, steps: int) -> None:
     work.mkdir(parents=True, exist_ok=True)
     training = [
         *("--config=demo", f"--dataset.root={PLACE}", "--dataset.repo_id=null", "--dataset.eval_split=0.1"),
-        *("--batch_size=4", "--log_freq=2", "--eval.n_episodes=4", "--eval.videos=2", f"--steps={steps}"),
+        *("--log_freq=5", "--eval.n_episodes=10", "--eval.videos=2", f"--steps={steps}"),
         *(f"--save_freq={steps // 2}", f"--env_eval_freq={steps // 3}", f"--eval_steps={steps // 3}"),
     ]
     runs = [f"runs/place_lr{rate}" for rate in LEARNING_RATES]
@@ -165,7 +165,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     )
     parser.add_argument("--work", type=Path, default=WORK, help=f"default: {WORK}")
     parser.add_argument("--output", type=Path, default=ROOT / "docs/images", help="default: docs/images")
-    parser.add_argument("--steps", type=int, default=120, help="of each training, default 120")
+    parser.add_argument("--steps", type=int, default=240, help="of each training, default 240")
     options = parser.parse_args(arguments)
     if unknown := {*options.pictures} - {*PICTURES}:
         parser.error(f"no such picture: {', '.join(sorted(unknown))}")
