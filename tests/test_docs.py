@@ -41,6 +41,7 @@ from flexor.launch.ssh.launch import parser as ssh_flags
 from flexor.sim import record
 from flexor.train.checkpoint.resume import may_change
 from flexor.train.ranks.split import split_batch
+from support.examples import as_new_policy
 from support.limits import LIMIT_S
 from support.quick_flexor import TINY_POLICY, shrink
 from support.warm_python import WarmPython
@@ -193,7 +194,7 @@ def test_other_commands_parse(page, tmp_path, monkeypatch):
     for launcher, (verb, *words) in commands(page, "console"):
         parses_launcher(launcher)
         words = [word for word in words if not word.startswith(("--gpus=", "--resume=auto"))]
-        words = [word.replace("--config=examples/", f"--config={ROOT}/examples/") for word in words]
+        words = [new_policy_of_example(word, tmp_path) for word in words]
         if verb == "train":
             load_config(with_types(words))
         elif verb == "resume":
@@ -222,6 +223,11 @@ def test_other_commands_parse(page, tmp_path, monkeypatch):
             load_config([f"--config={packaged}", *settings])
         else:
             pytest.fail(f"flexor {verb}: use a bash block, it can run here")
+
+
+def new_policy_of_example(word: str, folder: Path) -> str:
+    name = word.removeprefix("--config=examples/")
+    return word if name == word else f"--config={as_new_policy(ROOT / 'examples' / name, folder)}"
 
 
 def with_types(words: list[str]) -> list[str]:

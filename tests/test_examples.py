@@ -5,28 +5,15 @@ import re
 from pathlib import Path
 
 import pytest
-import yaml
 
 from flexor.config.parse import load_config
 from flexor.policies import ONLINE_POLICIES, POLICIES
+from support.examples import FOLDER, as_new_policy, policy_of
 
 ROOT = Path(__file__).parents[1]
-FOLDER = ROOT / "examples"
 FILES = sorted(FOLDER.glob("*.yaml"))
 BUILTIN = sorted((ROOT / "src/flexor/config/builtin").glob("*.yaml"))
-PUBLISHED = {
-    "lerobot/smolvla_base": "smolvla",
-    "lerobot/pi0_base": "pi0",
-    "lerobot/pi05_base": "pi05",
-    "lerobot/pi0fast-base": "pi0_fast",
-    "lerobot/xvla-base": "xvla",
-}
 ROBOTS = ("so100", "so101", "lekiwi", "aloha", "droid", "libero", "pusht")
-
-
-def policy_of(file: Path) -> str:
-    policy = yaml.safe_load(file.read_text())["policy"]
-    return policy["type"] if "type" in policy else PUBLISHED[policy["path"]]
 
 
 def first_line(file: Path) -> str:
@@ -35,12 +22,7 @@ def first_line(file: Path) -> str:
 
 @pytest.mark.parametrize("file", FILES, ids=lambda file: file.stem)
 def test_settings_are_complete(file: Path, tmp_path: Path):
-    settings = yaml.safe_load(file.read_text())
-    settings["policy"].pop("path", None)
-    settings["policy"]["type"] = policy_of(file)  # a published policy's settings need a network
-    copy = tmp_path / file.name
-    copy.write_text(yaml.safe_dump(settings))
-    config = load_config([f"--config={copy}"])
+    config = load_config([f"--config={as_new_policy(file, tmp_path)}"])
     assert config.job_name == file.stem and config.policy.type == policy_of(file)
     assert config.dataset.repo_id and config.steps % config.save_freq == 0
     assert file.name.startswith((*ROBOTS, "xarm"))

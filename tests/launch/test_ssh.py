@@ -164,6 +164,12 @@ def test_another_key_is_refused(sshd, tmp_path):
         sshd.host.run("true")
 
 
+@pytest.mark.parametrize("flag", ["--stop=run", "--follow=run"])
+def test_a_dry_run_of_a_run_that_is_there(flag, capsys):
+    assert main([*LAUNCH, flag, "--dry-run"]) == 2
+    assert "leave out --follow and --stop" in capsys.readouterr().err
+
+
 def test_the_script_installs_these_versions_once(capsys, tmp_path):
     command = [
         "launch",
