@@ -288,7 +288,9 @@ def test_the_map_is_what_the_modules_say():
 
 
 def test_every_verb_has_a_page():
-    assert {verb for verb in cli.VERBS if not (ROOT / "docs" / f"{verb}.md").is_file()} == set()
+    elsewhere = {"completion": "terminal"}
+    documented = {verb for verb in cli.VERBS if (ROOT / "docs" / f"{elsewhere.get(verb, verb)}.md").is_file()}
+    assert documented == {*cli.VERBS}
     pages = {page.name for page in PAGES if page.parent.name == "docs"} - {"index.md"}
     for listing, prefix in ((README, "docs/"), (ROOT / "docs/index.md", "")):
         text = listing.read_text()
