@@ -3,8 +3,8 @@
     python scripts/make_ui_pictures.py [--work=DIR] [--output=DIR] [PICTURE ...]
 
 What the pages show is made first, with the program: two datasets, two short trainings, and a policy server with a
-robot. It stays in the work folder, so that a second call takes only the pictures.
-The pictures have a palette of at most 256 colours, which keeps them small.
+robot. It stays in the work folder, so that a second call takes only the pictures. These have a palette of at most 256
+colours, which keeps them small.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import sys
 import tempfile
 import threading
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -123,7 +123,11 @@ def take_pictures(work: Path, folder: Path, names: Sequence[str]) -> list[Path]:
     program = find_browser()
     if program is None:
         sys.exit("There is no Chromium here: install it, or name it in FLEXOR_TEST_BROWSER.")
-    with policy_server(work, f"runs/place_lr{LEARNING_RATES[-1]}") as url, Browser(program) as browser:
+    with ExitStack() as stack:
+        url = WatchedServer().url
+        if "ui_serve" in names:
+            url = stack.enter_context(policy_server(work, f"runs/place_lr{LEARNING_RATES[-1]}"))
+        browser = stack.enter_context(Browser(program))
         os.chdir(work)  # what the pages name is relative to it
         server = make_server(0, [Path("runs"), Path(LARGE)], policy_server=WatchedServer(url, None))
         threading.Thread(target=server.serve_forever, daemon=True).start()
