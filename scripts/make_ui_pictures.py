@@ -51,15 +51,17 @@ class Picture:
 
 
 CURVES = "document.querySelectorAll('path.curve').length > 8"
+CURVES_OF_FILE = "document.querySelectorAll('path').length > 2"
+LINK = "[...document.querySelectorAll('a')].find((link) => link.innerText === '{}')"
 PICTURES = {
     "ui_runs": Picture("#runs", "document.querySelectorAll('.plots path.curve').length > 8"),
     "ui_run": Picture("#runs", CURVES, before="document.querySelector('#place a[href^=\"#runs/\"]')"),
     "ui_plan": Picture("#plan", "document.querySelector('.results')?.dataset.done === 'true'"),
     "ui_data": Picture("#data", "document.querySelectorAll('.episode-plots path.curve').length > 0"),
     "ui_serve": Picture("#serve", "document.querySelector('.robot') !== null"),
-    "report": Picture("report.html", "document.querySelectorAll('path').length > 8"),
-    "data_show": Picture("data_show.html", "document.querySelectorAll('path').length > 2"),
-    "open_loop": Picture("open_loop.html", "document.querySelectorAll('path').length > 2"),
+    "report": Picture("report.html", CURVES_OF_FILE, before=LINK.format("Curves")),
+    "data_show": Picture("data_show.html", CURVES_OF_FILE, before=LINK.format("episodes")),
+    "open_loop": Picture("open_loop.html", CURVES_OF_FILE, before=LINK.format("errors")),
 }
 READY = "[...document.querySelectorAll('video')].every((video) => video.readyState >= 2)"
 
@@ -140,7 +142,7 @@ def take(browser: Browser, link: str, picture: Picture, work: Path, file: Path) 
     resize(browser, WIDTH, picture.height)
     browser.open(f"{link}{picture.page}" if picture.page.startswith("#") else work / picture.page)
     if picture.before:
-        browser.wait(f"{picture.before} !== null")
+        browser.wait(f"!!{picture.before}")
         browser.run(f"{picture.before}.click()")
     browser.wait(picture.complete)
     if picture.page == "#data":
