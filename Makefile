@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 
-.PHONY: setup demo test lint types clean parity
+.PHONY: setup demo test lint types clean parity site
 
 setup: $(VENV)/.ready
 
@@ -40,5 +40,17 @@ types: setup
 parity: setup
 	$(BIN)/python tests/parity/run.py
 
+# The docs as a site, in build/site. Warnings, such as links that lead nowhere, are errors. Its packages are not
+# Flexor's: they have an environment of their own.
+site: .venv-site/.ready
+	NO_MKDOCS_2_WARNING=1 .venv-site/bin/mkdocs build --strict --quiet
+	@echo "open build/site/index.html"
+
+.venv-site/.ready: scripts/site.lock
+	$(PYTHON) -m venv .venv-site
+	.venv-site/bin/python -m pip install --quiet --disable-pip-version-check --require-hashes --no-deps -r scripts/site.lock
+	.venv-site/bin/python scripts/check_licenses.py
+	touch $@
+
 clean:
-	rm -rf $(VENV) runs
+	rm -rf $(VENV) .venv-site build runs

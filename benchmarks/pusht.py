@@ -2,7 +2,7 @@
 
     python benchmarks/pusht.py --data=FOLDER [--seeds 1 2 3] [--at-once 3] [--stop-after 540] [--output FILE.json]
 
-Trains `configs/diffusion_pusht.yaml` once per seed and evaluates each run as soon as it ends: 100 episodes from starts
+Trains `examples/pusht_diffusion.yaml` once per seed and evaluates each run as soon as it ends: 100 episodes from starts
 that are not in the data (the same 100 for every seed). With --stop-after, all runs are stopped after that many seconds;
 the same command resumes them, on another machine too if --runs is copied there. Seconds of training are added up.
 Everything after `--` is passed to `flexor train`. If several runs share a GPU, NVIDIA's MPS (`nvidia-cuda-mps-control
@@ -18,7 +18,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-CONFIG = Path(__file__).parents[1] / "configs/diffusion_pusht.yaml"
+CONFIG = Path(__file__).parents[1] / "examples/pusht_diffusion.yaml"
 FLEXOR = [sys.executable, "-m", "flexor"]
 FIRST_START = 1_000_000  # seed of the first episode
 

@@ -1,10 +1,12 @@
 """Writes requirements.lock: the packages of a set-up for development, each with the hashes of its files.
 
     .venv/bin/python scripts/lock_requirements.py
+    .venv-site/bin/python scripts/lock_requirements.py --site     writes scripts/site.lock, for `make site`
 
 Run it after a change of constraints.txt, in an environment with these versions. The packages are what `flexor[dev]`
 needs on the machines below, in the versions of constraints.txt. The hashes are those that pip's index states. torch and
-CUDA's libraries are left out: which build is right depends on the machine (see the Makefile).
+CUDA's libraries are left out: which build is right depends on the machine (see the Makefile). The site's packages are
+those that MkDocs Material needs, in the versions that are installed beside it.
 """
 
 from __future__ import annotations
@@ -16,7 +18,7 @@ import re
 import sys
 import urllib.parse
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from html.parser import HTMLParser
 from pathlib import Path
@@ -33,12 +35,17 @@ from pip._internal.models.index import PyPI
 
 ROOT = Path(__file__).parents[1]
 LOCK = ROOT / "requirements.lock"
+SITE_LOCK = ROOT / "scripts" / "site.lock"
+SITE = "mkdocs-material"
 INDEX = os.environ.get("PIP_INDEX_URL") or PyPI.simple_url
 BUILDING = (
     "pip",
     "setuptools",
     "wheel",
 )  # what is needed to install Flexor itself; of these, those that are pinned
+MADE = f"# Made by scripts/{Path(__file__).name}"
+HEADING = f"{MADE} from constraints.txt. `make setup` installs it with --require-hashes."
+SITE_HEADING = f"{MADE} --site. `make site` installs it with --require-hashes."
 LEFT_OUT = ("torch", "flexor")
 MACHINES = [
     {"sys_platform": system, "platform_system": name, "platform_machine": machine, "os_name": "posix"}
@@ -54,25 +61,31 @@ PYTHONS = ("cp311", "cp312", "cp313", "py3", "py2.py3")
 PLATFORM = re.compile(r"any|manylinux.*_(x86_64|aarch64)|linux_(x86_64|aarch64)|macosx_.*(arm64|universal2)")
 
 
-def main() -> int:
+def main(arguments: Sequence[str] = ()) -> int:
+    if "--site" in arguments:
+        names = needed((SITE, ""))
+        installed = {canonicalize_name(d.name): d.version for d in importlib.metadata.distributions()}
+        return write(SITE_LOCK, sorted(names & installed.keys()), installed, SITE_HEADING)
     versions = read_constraints()
-    names = sorted({*needed(), *BUILDING} & versions.keys())
-    missing = sorted(needed() - versions.keys() - {*LEFT_OUT})
+    names = needed(("flexor", "dev"), ("flexor", ""))
+    missing = sorted(names - versions.keys() - {*LEFT_OUT})
     if missing:
         print(f"constraints.txt has no version of {', '.join(missing)}", file=sys.stderr)
         return 1
+    return write(LOCK, sorted({*names, *BUILDING} & versions.keys()), versions, HEADING)
+
+
+def write(lock: Path, names: Sequence[str], versions: Mapping[str, str], heading: str) -> int:
     with ThreadPoolExecutor(8) as pool:
         hashes = dict(zip(names, pool.map(lambda name: file_hashes(name, versions[name]), names)))
-    lines = [
-        f"# Made by scripts/{Path(__file__).name} from constraints.txt. `make setup` installs it with --require-hashes."
-    ]
+    lines = [heading]
     for name in names:
         if not hashes[name]:
             print(f"The index has no hashes of {name} {versions[name]}", file=sys.stderr)
             return 1
         lines += [f"{name}=={versions[name]} \\", *(f"    --hash=sha256:{h} \\" for h in hashes[name][:-1])]
         lines.append(f"    --hash=sha256:{hashes[name][-1]}")
-    LOCK.write_text("\n".join(lines) + "\n")
+    lock.write_text("\n".join(lines) + "\n")
     return 0
 
 
@@ -82,10 +95,10 @@ def read_constraints() -> dict[str, str]:
     return {canonicalize_name(name): version for name, version in pairs if name not in LEFT_OUT}
 
 
-def needed() -> set[str]:
-    """The names of all packages that `flexor[dev]` needs on any of the machines."""
+def needed(*roots: tuple[str, str]) -> set[str]:
+    """The names of all packages that these, each with an extra or none, need on any of the machines."""
     names: set[tuple[str, str]] = set()
-    stack = [("flexor", "dev"), ("flexor", "")]
+    stack = [*roots]
     while stack:
         name, extra = stack.pop()
         if (name, extra) in names:
@@ -150,4 +163,4 @@ def is_wanted(file: str, version: str) -> bool:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(sys.argv[1:]))

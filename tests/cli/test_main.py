@@ -1,6 +1,7 @@
 """The command line as a person uses it: every verb, its help, its JSON, its exit codes."""
 
 import json
+import os
 import shutil
 import subprocess
 import sys
@@ -341,3 +342,14 @@ def test_a_path_that_no_file_can_have(verb, capsys):
     assert main(words) == 1
     error = capsys.readouterr().err
     assert "File name too long" in error and error.count("\n") == 1
+
+
+@pytest.mark.parametrize("arguments", [[], ["--help"], ["--version"]])
+def test_a_reader_that_ends_is_no_error(arguments):
+    """As in `flexor --help | head -1`."""
+    read, write = os.pipe()
+    os.close(read)
+    program = [sys.executable, "-c", "import sys; from flexor.cli.main import program; sys.exit(program())"]
+    with os.fdopen(write, "w") as closed:
+        done = subprocess.run([*program, *arguments], stdout=closed, stderr=subprocess.PIPE, text=True)
+    assert (done.returncode, done.stderr) == (0, "")

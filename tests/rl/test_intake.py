@@ -9,6 +9,7 @@ import pytest
 from flexor.policies.weight_names import unique_state
 from flexor.rl.acting import ActorWeights
 from flexor.rl.buffer import ReplayBuffer
+from flexor.rl.record_reader import FLAGS
 from flexor_client import ActionLimits, ClientError, RefusedError
 from flexor_client.address import Address
 from flexor_client.learner import LearnerLink

@@ -1,6 +1,7 @@
 """The application's server: who may use it, and how it answers."""
 
 import json
+import threading
 from http.client import HTTPConnection
 from pathlib import Path
 from typing import Any
@@ -134,3 +135,19 @@ def test_a_long_list_comes_at_once_and_fills_up(tmp_path: Path):
             if all(row["loaded"] for row in rows):
                 break
         assert {row["step"] for row in rows} == {5000}
+
+
+def test_the_link_that_is_printed_opens_the_page(tmp_path: Path, monkeypatch, capsys):
+    opened: list[int] = []
+
+    def serve_once(server: UIServer, **_: object) -> None:
+        link = capsys.readouterr().out.split()[1]
+        address = link.partition(f":{server.server_port}")[2]
+        asking = threading.Thread(target=lambda: opened.append(ask(server, address)[0]))
+        asking.start()
+        server.handle_request()
+        asking.join()
+
+    monkeypatch.setattr(UIServer, "serve_forever", serve_once)
+    assert cli.main(["ui", str(tmp_path), "--port=0"]) == 0
+    assert opened == [200]

@@ -51,6 +51,10 @@ To see runs, plans and datasets in a browser: flexor ui
 
 `flexor --help` lists all commands.
 """
+WINDOWS = (
+    "Flexor needs Linux or macOS: it locks files and handles signals as Windows does not. On Windows, install it in "
+    "WSL 2, where CUDA works too: docs/platforms.md. The robot's package, flexor-client, works on Windows."
+)
 USAGE = """usage: flexor COMMAND ...
 
 Train robot policies on LeRobot datasets.
@@ -94,21 +98,17 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run one verb. A user error gives a message and an exit code, not a traceback."""
     arguments = list(sys.argv[1:] if argv is None else argv)
     setup_logging(verbose="FLEXOR_DEBUG" in os.environ)
-    if not arguments:
-        print_text(START)
-        return 0
-    if arguments[0] == "help" and len(arguments) > 1:
-        arguments = [*arguments[1:], "--help"]
-    if arguments[0] in ("-h", "--help", "help"):
-        print_text(USAGE.format(verbs="\n".join(f"  {verb:11} {text}" for verb, text in VERBS.items())))
-        return 0
-    if arguments[0] in ("-V", "--version"):
-        print_text(f"flexor {__version__}")
-        return 0
-    verb, rest = arguments[0], arguments[1:]
+    verb, rest = (arguments[0], arguments[1:]) if arguments else ("", [])
     try:
+        if verb == "help" and rest:
+            verb, rest = rest[0], [*rest[1:], "--help"]
+        if (text := _general(verb)) is not None:
+            print_text(text)
+            return 0
         if verb not in VERBS:
             raise ConfigError(f"Unknown command {verb!r}. {closest(verb, VERBS)}")
+        if sys.platform == "win32":
+            raise FlexorError(WINDOWS)
         trust(_take_trusted(rest))
         code: int = importlib.import_module(f"flexor.cli.{verb}").run(rest)
         return code
@@ -135,6 +135,15 @@ def main(argv: Sequence[str] | None = None) -> int:
         print_error(f"flexor {verb}: {error}. {advice}.")
         _leave_ranks(1)
         return 1
+
+
+def _general(verb: str) -> str | None:
+    """What is printed without a command, or about all of them."""
+    if not verb:
+        return START
+    if verb in ("-h", "--help", "help"):
+        return USAGE.format(verbs="\n".join(f"  {name:11} {text}" for name, text in VERBS.items()))
+    return f"flexor {__version__}" if verb in ("-V", "--version") else None
 
 
 def _take_trusted(arguments: list[str]) -> list[str]:

@@ -23,8 +23,8 @@ def run(arguments: list[str]) -> int:
             raise ConfigError(f"{path} {'is a file' if path.exists() else 'does not exist'}: name a folder.")
     policies = WatchedServer(parsed.server, os.environ.get(KEY))
     with make_server(parsed.port, parsed.paths or [Path("runs")], policy_server=policies) as server:
+        print(f"Open  {server.link}", flush=True)  # not print_text, which would hide the token
         print_text(
-            f"Open  {server.link}\n"
             "This link works on this machine. On another one, first:\n"
             f"  ssh -L {server.server_port}:127.0.0.1:{server.server_port} USER@THIS_MACHINE\n"
             "Ctrl-C ends it. Runs go on."
