@@ -80,7 +80,7 @@ def test_the_answer_comes_first(capsys):
         "buying",
     ):
         assert part in out
-    assert "No dataset is given. Assumed: 1,000 frames, 1 camera(s) of 64x64" in out
+    assert "No dataset is given. Assumed: 1,000 frames, 1 camera of 64x64" in out
 
 
 def test_a_run_with_a_graph_is_not_bound_by_the_host(capsys):

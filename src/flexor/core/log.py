@@ -55,7 +55,9 @@ def _formatter(prefix: str = "", date: str = "%H:%M:%S") -> logging.Formatter:
 
 
 def setup_logging(verbose: bool = False) -> None:
-    """Send the program's log to standard error, once."""
+    """Send the program's log to standard error, once. `verbose`: with details of how it does what it was asked to."""
+    if verbose:
+        log.setLevel(logging.DEBUG)
     if log.handlers:
         return
     handler = _AboveBars()

@@ -228,6 +228,13 @@ class PolicyConfig:
     def images(self) -> dict[str, PolicyFeature]:
         return {k: f for k, f in self.input_features.items() if f.type is Kind.VISUAL}
 
+    def view_images(self, images: Tensor, camera: str, noise: NoiseSource | None = None) -> Tensor:
+        """A camera's images [B, ..., 3, H, W] in 0..1 as the network gets them: resized, padded, cropped.
+
+        `noise`: of a training step; None when the policy acts.
+        """
+        return images
+
     @property
     def state(self) -> PolicyFeature | None:
         return self.input_features.get(STATE)
