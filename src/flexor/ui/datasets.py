@@ -123,6 +123,12 @@ class DatasetShelf:
             "list": self._list_file(entry).name,
         }
 
+    def opened(self, dataset_id: str) -> tuple[Dataset, Path]:
+        """A dataset, and its folder."""
+        entry = self._entry(dataset_id)
+        with entry.lock:
+            return entry.dataset, entry.root
+
     def episode(self, dataset_id: str, index: int) -> dict[str, Any]:
         """What is drawn of an episode: curves, and where its videos are."""
         entry, position = self._position(dataset_id, index)

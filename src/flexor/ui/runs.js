@@ -125,7 +125,7 @@ function runRow(row, selected, toggle) {
   title.className = "run-name";
   if (!row.loaded) return make("div", { class: "run-row", role: "listitem" }, box, make("div", {}, title));
   const result = row.success ? `${percent(row.success.rate)} success` : row.loss === null || row.loss === undefined ? "" : `loss ${brief(row.loss)}`;
-  const where = row.live && row.left_s !== null ? `${duration(row.left_s)} left` : ago(row.updated);
+  const where = row.live && row.left_s !== null ? (row.left_s < 1 ? "nearly done" : `${duration(row.left_s)} left`) : ago(row.updated);
   const about_run = [row.policy, row.dataset?.split("/").pop()].filter(Boolean).join(" · ");
   return make(
     "div",
@@ -363,6 +363,7 @@ function plotGrid(group, options = {}) {
       if (plot && plot.key !== key) {
         plot.key = key;
         plot.setLines(lines);
+        plot.hidden = !lines.length;
         showNewest(plot, lines, signal);
       }
     }

@@ -157,6 +157,13 @@ class RunShelf:
         with self._lock:
             return [entry.reader.config for entry in self._entries.values() if entry.row]
 
+    def named_configs(self) -> dict[str, tuple[str, dict[str, Any]]]:
+        """The name and the settings of the runs that were read, the newest first."""
+        with self._lock:
+            entries = [(run_id, entry) for run_id, entry in self._entries.items() if entry.row]
+            entries.sort(key=lambda item: -_mtime(item[1].reader.folder))
+            return {run_id: (one_line(e.reader.name), e.reader.config) for run_id, e in entries}
+
     def _notes(self, folder: Path) -> str:
         try:
             return inside(folder, NOTES).read_text(encoding="utf-8", errors="replace")[:LONGEST_NOTES]
