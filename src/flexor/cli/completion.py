@@ -58,12 +58,12 @@ def all_options() -> dict[str, tuple[Options, list[str]]]:
 def _settings() -> Options:
     """Those of `flexor train`, with those of every policy."""
     from flexor.config.help import train_help
-    from flexor.policies import POLICIES
+    from flexor.policies import BUILT_IN
 
     settings: Options = {}
-    for policy in POLICIES:
+    for policy in BUILT_IN:
         settings |= _of_help(train_help(policy))[0]
-    settings["--policy.type"] = list(POLICIES)
+    settings["--policy.type"] = list(BUILT_IN)
     return settings
 
 

@@ -170,7 +170,7 @@ def _study(parsed: argparse.Namespace, settings: list[str], hardware: Hardware) 
             speed = measured_speed(data, read_json_object(parsed.bench))
         except (OSError, *MALFORMED) as error:
             raise ConfigError(
-                f"--bench={parsed.bench} is no report of `flexor bench data` that can be read: {error}."
+                f"--bench={parsed.bench} is not a readable report of `flexor bench data`: {error}."
             ) from error
     return study(
         config,

@@ -25,7 +25,7 @@ class Signal:
         return asdict(self)
 
 
-LEARNING, SPEED, MACHINE = "Learning", "Speed", "Machine"
+LEARNING, ACTING, SPEED, MACHINE = "Learning", "Acting", "Speed", "Machine"
 EVALUATED = ("eval_success_low", "eval_success_high")
 SIGNALS = (
     Signal("Loss", ("loss",), LEARNING),
@@ -33,6 +33,14 @@ SIGNALS = (
     Signal("Success rate", ("eval_success_rate",), LEARNING, "share", EVALUATED),
     Signal("Gradient norm", ("grad_norm",), LEARNING),
     Signal("Learning rate", ("lr",), LEARNING),
+    # of policies that learn while they act
+    Signal("Success, last 20 episodes", ("success_rate",), ACTING, "share"),
+    Signal("Return, last 20 episodes", ("return",), ACTING),
+    Signal("Steps with help", ("intervention_rate",), ACTING, "share"),
+    Signal("Value by the critics", ("q",), ACTING),
+    Signal("Entropy", ("entropy",), ACTING),
+    Signal("Temperature", ("temperature",), ACTING),
+    Signal("Steps per second", ("transitions_per_s",), SPEED),
     Signal("Samples per second", ("samples_per_s",), SPEED),
     Signal("Time of a step", ("step_s",), SPEED, "seconds"),
     Signal("Waiting for data", ("data_wait",), SPEED, "share"),

@@ -55,7 +55,7 @@ def log_setup(state: TrainState, training: Dataset, held_out: Dataset | None, re
             "steps %d to %d of %s, %s, learning rate %s", state.step, config.steps, batch, optimizer, rates
         )
     else:
-        log.info("all %d steps of this run are done; --steps=N trains longer", state.step)
+        log.info("this run is finished, at step %d; --steps=N trains longer", state.step)
     log.info("run folder %s%s", config.output_dir, f", resuming from {resumed.name}" if resumed else "")
 
 

@@ -215,7 +215,7 @@ class DatasetShelf:
         if dataset_id not in self._datasets:
             self.rows()
         if dataset_id not in self._datasets:
-            raise NotFound("This dataset is gone.")
+            raise NotFound("This dataset no longer exists.")
         return self._datasets[dataset_id]
 
     def _position(self, dataset_id: str, index: int) -> tuple[_Shelved, int]:

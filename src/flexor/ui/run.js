@@ -49,7 +49,7 @@ function showRun(place, id) {
 
 function runHead(run) {
   const figures = [
-    ["Success rate", run.success ? `${percent(run.success.rate)}` : null, run.success ? `95 %: ${percent(run.success.low)} to ${percent(run.success.high)}, step ${run.success.step.toLocaleString("en")}` : null],
+    ["Success rate", run.success ? `${percent(run.success.rate)}` : null, run.success ? successNote(run.success) : null],
     ["Loss", run.loss === null || run.loss === undefined ? null : brief(run.loss), null],
     ["Held-out loss, lowest", run.held_out_loss === null ? null : brief(run.held_out_loss), null],
     ["Samples per second", run.samples_per_s ? brief(run.samples_per_s) : null, null],
@@ -65,6 +65,11 @@ function runHead(run) {
     make("div", { class: "figures-row" }, figures.map(([name, value, more]) => make("div", { class: "figure" }, make("span", { class: "soft" }, name), make("b", {}, value), more ? make("small", { class: "soft" }, more) : null))),
     facts(run.facts.filter(([name]) => !shown.has(name) && !/loss|success rate/.test(name))),
   ];
+}
+
+function successNote({ low, high, step }) {
+  const at = `step ${step.toLocaleString("en")}`;
+  return low == null || high == null ? `of the last 20 episodes, ${at}` : `95 %: ${percent(low)} to ${percent(high)}, ${at}`;
 }
 
 function clock(left) {

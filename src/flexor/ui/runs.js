@@ -223,12 +223,17 @@ function comparison(runs, differences) {
     run.step.toLocaleString("en"),
     brief(run.loss),
     brief(run.held_out_loss),
-    run.success ? `${percent(run.success.rate)} (${percent(run.success.low)} to ${percent(run.success.high)})` : "–",
+    run.success ? percent(run.success.rate) + interval(run.success) : "–",
     brief(run.samples_per_s),
     duration(run.elapsed_s),
     ...differences.map(([, values]) => values[number] ?? "–"),
   ]);
   return card("Compared", dataTable(heads, rows, { numeric: [1, 2, 3, 4, 5, 6] }));
+}
+
+/** Of a success rate, where there is one: " (80 % to 98 %)". */
+function interval({ low, high }) {
+  return low == null || high == null ? "" : ` (${percent(low)} to ${percent(high)})`;
 }
 
 /** The newest videos of each run, the same episode in a row. */

@@ -97,7 +97,7 @@ class SampleShelf:
             return build_config(data, {"policy.type": policy}, more)
         name, saved = self.runs().get(run, ("", None))
         if saved is None:
-            raise NotFound("This run is gone.")
+            raise NotFound("This run no longer exists.")
         settings_of_run = {**flatten(dict(saved)), "policy_path": None}
         require_trust(code_in(settings_of_run), name)
         return build_config(settings_of_run, data, more)

@@ -89,13 +89,15 @@ function largestParts(parts, least) {
   return rest > 0 ? [...large, ["other parts", rest]] : large;
 }
 
+const PHASES = { forward: "the forward pass", backward: "the backward pass", optimizer: "the optimizer's step", batch: "loading a batch" };
+
 function planMemory(plan) {
   const parts = Object.entries(plan.memory)
     .filter(([name, size]) => name.endsWith("_bytes") && !MEMORY_TOTALS.includes(name) && size > 0)
     .map(([name, size]) => [PART_NAMES[name.replace("_bytes", "")] ?? name.replace("_bytes", "").replace(/_/g, " "), size]);
   const limit = { size: plan.memory.gpu_bytes, text: `${plan.gpu}: ${gigabytes(plan.memory.gpu_bytes)}` };
-  const where = plan.memory.peak_module ? `${plan.memory.peak_phase}, in ${plan.memory.peak_module}` : plan.memory.peak_phase;
-  return card("Memory of each GPU", partsBar("memory", largestParts(parts, 0.01 * plan.memory.peak_bytes), gigabytes, limit), make("p", { class: "soft" }, `The peak is in: ${where}.`));
+  const where = (PHASES[plan.memory.peak_phase] ?? plan.memory.peak_phase) + (plan.memory.peak_module ? `, ${plan.memory.peak_module}` : "");
+  return card("Memory of each GPU", partsBar("memory", largestParts(parts, 0.01 * plan.memory.peak_bytes), gigabytes, limit), make("p", { class: "soft" }, `Memory is highest in ${where}.`));
 }
 
 function planStep(plan) {
