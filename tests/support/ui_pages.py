@@ -53,10 +53,16 @@ NAMELESS = """[...document.querySelectorAll("button, input, select, textarea, a[
   .filter((element) => !element.textContent.trim() && !element.labels?.length && !element.closest("label"))
   .map((element) => element.outerHTML.slice(0, 99))"""
 
-# Elements that are cut off at the right edge of the window, but for what scrolls.
+# Elements that are cut off at the right edge of the window, but for those in parts that scroll or clip.
 TOO_WIDE = """[...document.querySelectorAll("body *")]
-  .filter((element) => element.checkVisibility() && element.getBoundingClientRect().right > innerWidth + 1
-    && !element.closest(".scroll, svg, .log, select, .skip, .tooltip"))
+  .filter((element) => element.checkVisibility() && element.getBoundingClientRect().right > innerWidth + 1)
+  .filter((element) => {
+    if (element.closest(".skip, .tooltip")) return false;
+    for (let at = element; at !== document.body; at = at.parentElement) {
+      if (at.tagName === "svg" || at.tagName === "SELECT" || getComputedStyle(at).overflowX !== "visible") return false;
+    }
+    return true;
+  })
   .map((element) => element.outerHTML.slice(0, 120))"""
 
 

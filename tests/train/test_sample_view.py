@@ -43,11 +43,10 @@ def test_values_are_normalised_and_images_augmented(dataset: Path):
 
 def test_a_crop_is_that_of_the_training(dataset: Path):
     """The pixels that the first convolution gets in a step of the training, and those that are shown."""
-    cropping = viewer(
-        dataset, {"type": "diffusion", **SMALL, **CROPPED, "normalization_mapping": {"VISUAL": "IDENTITY"}}
-    )
-    [shown, acting], _ = next(iter(cropping.view(5, range(7, 8))[0].values())).views, None
-    assert shown.shape == acting.shape == (28, 30, 3)
+    raw = {"normalization_mapping": {"VISUAL": "IDENTITY"}}
+    cropping = viewer(dataset, {"type": "diffusion", **SMALL, **CROPPED, **raw})
+    pixels, acting = cropping.view(5, range(7, 8))[0][IMAGE].views
+    assert pixels.shape == acting.shape == (28, 30, 3)
     sample = to_tensors(cropping.dataset.read([5], cropping.deltas, cropping.cameras))
     noise = Noise(cropping.config.seed, 7, sample[SAMPLE_ID])
     policy, inputs = make_policy(cropping.config.policy).train(), []

@@ -42,9 +42,11 @@ def run(arguments: list[str]) -> int:
 
 def all_options() -> dict[str, tuple[Options, list[str]]]:
     """verb -> its options, and its subcommands."""
+    from flexor.cli.launch import PLACES
     from flexor.cli.main import VERBS
 
     verbs = {verb: _of_help(_help(verb)) for verb in VERBS}
+    verbs["launch"] = (verbs["launch"][0], [*PLACES])
     settings = _settings()
     for verb in WITH_SETTINGS:
         verbs[verb] = ({**settings, **verbs[verb][0]}, verbs[verb][1])

@@ -98,8 +98,8 @@ def refuse_secrets(files: Mapping[str, Content]) -> None:
         secret = find_secret(content, secrets)
         if secret is not None:
             raise HubError(
-                f"{name} contains {secret}, so nothing was uploaded. Remove it from the file. If it is not a secret, upload "
-                "the file with `hf upload`."
+                f"{name} contains {secret}, so nothing was uploaded. Remove it from the file. If it is not a secret, "
+                "upload the file with `hf upload`."
             )
 
 
