@@ -79,6 +79,7 @@ LAYERS = {
             "encode_images",
             "image_features",
             "build",
+            "sample_view",
             "stopping",
             "hub",
             "validate",

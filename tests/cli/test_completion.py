@@ -56,7 +56,7 @@ def test_all_commands_are_offered(script: Path):
 
 ZSH = """compdef() {{ }}
 compset() {{ PREFIX="${{PREFIX#*=}}" }}
-compadd() {{ while [[ "$1" == -* ]]; do if [[ "$1" == -S ]]; then shift; fi; shift; done
+compadd() {{ while [[ "$1" != -- ]]; do shift; done; shift
   for word in "$@"; do if [[ "$word" == "$PREFIX"* ]]; then print -r -- "$word"; fi; done }}
 _files() {{ }}
 source {script}

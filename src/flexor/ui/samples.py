@@ -24,7 +24,7 @@ from flexor.train.sample_view import CameraView, SampleViewer
 from flexor.ui.replies import NotFound
 
 DRAWS = 3  # steps of a training whose augmentation is shown
-KEPT = 4  # settings whose statistics stay in memory
+MOST_VIEWERS = 4  # settings whose statistics stay in memory
 LARGEST = 320  # pixels of an image across
 SETTINGS = ("policy.", "dataset.image_transforms.", "dataset.use_imagenet_stats", "rename_map", "seed")
 """What may be changed on the page, by how names begin: nothing that names files or code."""
@@ -72,11 +72,11 @@ class SampleShelf:
         }
 
     def _viewer(self, dataset: Dataset, root: Path, query: Mapping[str, str]) -> SampleViewer:
-        chosen = [query.get(name, "") for name in ("run", "policy", "settings")]
-        key = json.dumps([str(root), *chosen])
-        viewer = self._viewers.pop(key, None) or SampleViewer(self._config(root, *chosen), dataset)
+        choice = [query.get(name, "") for name in ("run", "policy", "settings")]
+        key = json.dumps([str(root), *choice])
+        viewer = self._viewers.pop(key, None) or SampleViewer(self._config(root, *choice), dataset)
         self._viewers[key] = viewer
-        while len(self._viewers) > KEPT:
+        while len(self._viewers) > MOST_VIEWERS:
             self._viewers.popitem(last=False)
         return viewer
 
