@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from flexor.cli.flags import start_processes, take_flag, take_processes
-from flexor.core.console import print_result, print_text, table
+from flexor.core.console import GREEN, print_result, print_text, table
 from flexor.core.errors import ConfigError
 from flexor.core.log import setup_logging
 
@@ -79,9 +79,8 @@ def report_run(result: Any, as_json: bool) -> int:
         return 0
     where = f"checkpoint {result.checkpoint}" if result.checkpoint else "no checkpoint saved"
     text = f"done: step {result.step} after {result.seconds:.0f} s, {where}"
-    print_result(
-        summary, as_json, "\n".join([text, *_next_commands(result.folder)] if result.checkpoint else [text])
-    )
+    lines = [text, *_next_commands(result.folder)] if result.checkpoint else [text]
+    print_result(summary, as_json, "\n".join(lines), colours={r"^done\b": GREEN})
     return 0
 
 
