@@ -50,7 +50,7 @@ def test_a_run_says_what_it_trains_and_what_comes_next(
     lines = [line for line in log_lines if "statistics" not in line]
     assert lines[0].startswith("act: ") and "episodes" in lines[1]
     assert any("image_transforms is set, but images are not augmented" in line for line in lines)
-    assert any("no evaluation in place: env_eval_freq=20000 is beyond the 1 steps" in line for line in lines)
+    assert any("env.type=place has no effect in a run of 1 steps" in line for line in lines)
     assert not any("decode unit" in line for line in lines)
     last = capsys.readouterr().out.splitlines()
     commands = [line.split("  ")[1] for line in last[-3:]]

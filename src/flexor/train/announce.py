@@ -44,9 +44,9 @@ def log_setup(state: TrainState, training: Dataset, held_out: Dataset | None, re
             "dataset.image_transforms is set, but images are not augmented: --dataset.image_transforms.enable=true "
             "is missing"
         )
-    if config.env.type and not 0 < config.env_eval_freq <= config.steps:
-        text = "no evaluation in %s: env_eval_freq=%d is beyond the %d steps of this run"
-        log.warning(text, config.env.type, config.env_eval_freq, config.steps)
+    if config.env.type and config.env_eval_freq > config.steps:
+        text = "env.type=%s has no effect in a run of %d steps with env_eval_freq=%d"
+        log.info(text, config.env.type, config.steps, config.env_eval_freq)
     rates = ", ".join(dict.fromkeys(f"{group['initial_lr']:g}" for group in state.optimizer.param_groups))
     batch = f"{state.split.global_batch} samples each{state.split.parts}"
     optimizer = config.optimizer.type
