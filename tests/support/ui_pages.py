@@ -106,10 +106,11 @@ def check_page(browser: Browser, address: str, ready: str) -> None:
             browser.run(TWO_FRAMES)
             where = f"{address} at {width} pixels, {'dark' if dark else 'light'}"
             assert not browser.run("document.documentElement.scrollWidth > innerWidth"), where
-            assert browser.run(TOO_WIDE) == [], where
+            wide = browser.run(TOO_WIDE)
+            assert wide == [], f"{where}: {wide}"
             assert browser.errors == [], where
-        assert browser.run(CONTRAST) == [], address
-    assert browser.run(NAMELESS) == [], address
+        pale, nameless = browser.run(CONTRAST), browser.run(NAMELESS)
+        assert pale == [] and nameless == [], f"{address}: {pale} {nameless}"
     press(browser, "Tab")
     assert browser.run("document.activeElement !== document.body"), (
         f"{address} can't be used with the keyboard"
@@ -123,6 +124,10 @@ def check_print(browser: Browser, where: str) -> None:
     pdf = base64.b64decode(browser._send("Page.printToPDF", printBackground=True)["data"])
     assert 1 <= len(re.findall(rb"/Type\s*/Page[^s]", pdf)) <= MOST_PAGES, where
     assert browser.run(BLANK_PLOTS) == [], where
+    dark = [{"name": "prefers-color-scheme", "value": "dark"}]
+    browser._send("Emulation.setEmulatedMedia", media="print", features=dark)
+    assert browser.run("getComputedStyle(document.body).backgroundColor") == "rgb(255, 255, 255)", where
+    browser._send("Emulation.setEmulatedMedia", media="", features=[])
 
 
 def press(browser: Browser, key: str) -> None:
