@@ -186,5 +186,5 @@ def test_the_script_installs_these_versions_once(capsys, tmp_path):
 def test_what_is_refused(tmp_path):
     with pytest.raises(ConfigError, match="leave out --resume"):
         make_job(["train", "--resume=true"])
-    with pytest.raises(ConfigError, match="is no host"):
+    with pytest.raises(ConfigError, match="is not a host"):
         SshHost("-oProxyCommand=evil")
