@@ -90,6 +90,7 @@ LAYERS = {
             "encode_images",
             "image_features",
             "build",
+            "sample_view",
             "stopping",
             "hub",
             "validate",

@@ -54,15 +54,44 @@ def test_all_commands_are_offered(script: Path):
     assert completed(script, "flexor", "") == [*VERBS]
 
 
+ZSH = """compdef() {{ }}
+compset() {{ PREFIX="${{PREFIX#*=}}" }}
+compadd() {{ while [[ "$1" != -- ]]; do shift; done; shift
+  for word in "$@"; do if [[ "$word" == "$PREFIX"* ]]; then print -r -- "$word"; fi; done }}
+_files() {{ }}
+source {script}
+words=({words}); CURRENT=$#words; PREFIX="$words[-1]"; _flexor
+"""
+CASES = [
+    (("pl",), ["plan"]),
+    (("data", "ch"), ["check"]),
+    (("launch", "sl"), ["slurm"]),
+    (("watch", "--on"), ["--once"]),
+    (("train", "--precision="), ["auto", "bf16", "fp16", "no"]),
+    (("train", "--policy.type=sa"), ["sac"]),
+    (("train", "--policy.train_ex"), ["--policy.train_expert_only"]),
+    (("plan", "--gpu=H20"), ["H200"]),
+]
+
+
 @pytest.mark.parametrize("shell", ["zsh", "fish"])
-def test_scripts_for_other_shells_are_valid(shell: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+def test_words_are_completed_in_other_shells(shell: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     assert cli.main(["completion", shell]) == 0
-    out = capsys.readouterr().out
-    assert "--policy.type" in out or "policy.type" in out
-    program = shutil.which(shell)
-    if program:
-        (tmp_path / "script").write_text(out)
-        subprocess.run([program, "-n", str(tmp_path / "script")], check=True)
+    script, program = tmp_path / "script", shutil.which(shell)
+    script.write_text(capsys.readouterr().out)
+    assert "policy.train_expert_only" in script.read_text()
+    if not program:
+        pytest.skip(f"there is no {shell} on this machine")
+    for words, expected in CASES:
+        quoted = " ".join(map(json.dumps, ("flexor", *words)))
+        fish = f"source {script}; complete -C {json.dumps(' '.join(('flexor', *words)))}"
+        text = ZSH.format(script=script, words=quoted) if shell == "zsh" else fish
+        no_files = ["-f"] if shell == "zsh" else ["--no-config"]
+        result = subprocess.run(
+            [program, *no_files, "-c", text], capture_output=True, text=True, check=True, cwd=tmp_path
+        )
+        offered = [line.split("\t")[0].rpartition("=")[2] or line for line in result.stdout.splitlines()]
+        assert sorted({word.rstrip("=") for word in offered} - {"script"}) == expected, (shell, words)
 
 
 def test_help_names_a_command(capsys: pytest.CaptureFixture[str]):

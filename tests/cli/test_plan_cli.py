@@ -80,7 +80,7 @@ def test_the_answer_comes_first(capsys):
         "buying",
     ):
         assert part in out
-    assert "No dataset is given. Assumed: 1,000 frames, 1 camera(s) of 64x64" in out
+    assert "No dataset is given. Assumed: 1,000 frames, 1 camera of 64x64" in out
 
 
 def test_a_run_with_a_graph_is_not_bound_by_the_host(capsys):
@@ -187,6 +187,7 @@ def test_a_dataset_that_is_there_is_opened(capsys, tmp_path):
     assert cli.main(["plan", "--json", *words]) == 0
     result = json.loads(capsys.readouterr().out)
     assert result["data"]["frames"] > 10 and result["host"]["disk_dataset_bytes"] > 0
+    assert result["robot"]["rate_hz"] == 10  # the dataset's
     assert cli.main(["plan", "--frames=100", *words]) == 2
     assert (
         "--frames describes a dataset that is not recorded yet, but a dataset is given too"
@@ -201,8 +202,11 @@ def test_a_dataset_that_is_there_is_opened(capsys, tmp_path):
         (["--gpu=4090", "--cameras=2x480"], "--cameras=2x480 must be NUMBERxHEIGHTxWIDTH"),
         (["--gpu=4090", "--gpus=0"], "--gpus=0 must be at least 1"),
         (["--gpu=4090", "--batchsize=4"], "batchsize"),
-        (["--gpu=4090", "--bench=nowhere/report.json"], "--bench=nowhere/report.json is no report of"),
-        (["--gpu=4090", f"--bench={__file__}"], "test_plan_cli.py is no report of"),
+        (
+            ["--gpu=4090", "--bench=nowhere/report.json"],
+            "--bench=nowhere/report.json is not a readable report of",
+        ),
+        (["--gpu=4090", f"--bench={__file__}"], "test_plan_cli.py is not a readable report of"),
         (["--gpu=4090", "--executed=1000"], "--executed=1000: a chunk has only 10 actions. Use at most 10"),
     ],
 )

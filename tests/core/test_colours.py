@@ -1,10 +1,12 @@
 """Colour is for terminals that show it, and for nobody else."""
 
 import io
+import logging
 
 import pytest
 
 from flexor.core.console import GREEN, RED, coloured, print_error, print_text
+from flexor.core.log import in_colour_of
 
 
 class Terminal(io.StringIO):
@@ -44,3 +46,11 @@ def test_errors_begin_in_red(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("sys.stderr", terminal)
     print_error("flexor plan: no such GPU")
     assert terminal.getvalue() == "\x1b[1;31mflexor plan:\x1b[0m no such GPU\n"
+
+
+def test_warnings_of_a_run_are_in_colour(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("sys.stderr", Terminal())
+    assert in_colour_of(logging.INFO, "step 1") == "step 1"
+    assert in_colour_of(logging.WARNING, "it is slow") == "\x1b[33mit is slow\x1b[0m"
+    monkeypatch.setattr("sys.stderr", io.StringIO())
+    assert in_colour_of(logging.ERROR, "it failed") == "it failed"

@@ -1,11 +1,13 @@
 """Making environments and naming their observations."""
 
+import sys
+
 import gymnasium
 import numpy as np
 import pytest
 
 from flexor.core.errors import FlexorError
-from flexor.evaluate.envs import make_env, observation_to_batch, stack_batch
+from flexor.evaluate.envs import check_env, make_env, observation_to_batch, stack_batch
 
 
 def test_built_in_by_id_and_by_short_name() -> None:
@@ -91,3 +93,14 @@ def test_lerobot_names() -> None:
 def test_odd_observations_are_explained(observation: dict, says: str) -> None:
     with pytest.raises(FlexorError, match=says):
         observation_to_batch(observation)
+
+
+def test_a_missing_package_is_named_with_what_installs_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "gym_pusht", None)  # as if it were not installed
+    monkeypatch.setitem(sys.modules, "gym_aloha", None)
+    with pytest.raises(
+        FlexorError, match=r"needs the Python package gym_pusht.*pip install 'flexor\[sim\]'$"
+    ):
+        check_env("pusht")
+    with pytest.raises(FlexorError, match=r"pip install gym-aloha$"):
+        make_env("aloha")

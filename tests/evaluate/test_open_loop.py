@@ -14,6 +14,7 @@ from flexor.policies.pretrained import load_pretrained
 from support import runs
 from support.browser import Browser, find_browser
 from support.small_policies import small_flags
+from support.ui_pages import check_page
 
 
 @pytest.fixture(scope="module")
@@ -69,6 +70,7 @@ def test_the_page_opens_in_a_browser_without_errors_or_requests(act, capsys, tmp
         assert kinds == [verdict["kind"] for verdict in result["verdicts"]]
         assert browser.run("document.querySelectorAll('.lines').length") == 3  # joints
         assert not browser.errors and browser.requests == [page.as_uri()]
+        check_page(browser, page.as_uri(), "document.querySelectorAll('article').length > 0")
 
 
 def test_the_terminal_says_the_same(act, capsys, tmp_path):

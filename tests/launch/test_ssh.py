@@ -194,5 +194,5 @@ def test_a_dry_run_connects_to_nothing(doing, capsys, monkeypatch):
 def test_what_is_refused(tmp_path):
     with pytest.raises(ConfigError, match="leave out --resume"):
         make_job(["train", "--resume=true"])
-    with pytest.raises(ConfigError, match="is no host"):
+    with pytest.raises(ConfigError, match="is not a host"):
         SshHost("-oProxyCommand=evil")

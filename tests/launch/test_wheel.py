@@ -92,5 +92,5 @@ def test_what_is_not_installed_here_is_named(log_lines):
 def test_what_is_no_wheel(name, tmp_path):
     (tmp_path / "x.whl").touch()
     (tmp_path / "x-1.0.tar.gz").touch()
-    with pytest.raises(ConfigError, match="is no wheel"):
+    with pytest.raises(ConfigError, match="is not a wheel"):
         read_wheel(tmp_path / name)

@@ -12,7 +12,7 @@ from flexor.policies.act.config import ACTConfig
 from flexor.policies.act.policy import ACT
 from flexor.policies.features import Kind, PolicyFeature
 from flexor.policies.pretrained import Pretrained
-from flexor.policies.session import History, Session, TemporalEnsembler, _stacked, act_together
+from flexor.policies.session import History, Session, TemporalEnsembler, _stacked, _wrong_shape, act_together
 
 BATCH, CHUNK, STEPS = 3, 5, 13
 MEAN, STD = np.array([1.0, -2.0]), np.array([2.0, 0.5])
@@ -241,8 +241,15 @@ def test_a_missing_observation_is_named():
 
 
 def test_an_observation_of_another_shape_is_named():
-    with pytest.raises(FlexorError, match=r"\[6\] in the environment.*trained on \[4\]"):
+    with pytest.raises(FlexorError, match=r"the shape \[6\].*trained on \[4\].*--env.kwargs"):
         Session(pretrained()).act({STATE: np.zeros(6, np.float32)})
+
+
+def test_an_image_with_its_channels_last_is_named_as_such():
+    message = _wrong_shape("observation.image", [48, 64, 3], [3, 48, 64])
+    assert (
+        "[48, 64, 3]" in message and "image.transpose(2, 0, 1)" in message and "--env.kwargs" not in message
+    )
 
 
 def test_an_empty_history_starts_with_what_it_is_given():

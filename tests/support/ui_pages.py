@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import base64
 import json
+import re
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -13,7 +15,8 @@ from flexor.ui.application import make_server
 from flexor.ui.server import UIServer
 from support.browser import Browser
 
-WIDTHS = (400, 900, 1200, 2000)
+WIDTHS = (400, 800, 1280, 2000)
+MOST_PAGES = 10  # of paper
 
 # Elements with text whose contrast with what is behind them is below 4.5, as WCAG computes it; 3 for large text.
 CONTRAST = """(() => {
@@ -50,11 +53,25 @@ NAMELESS = """[...document.querySelectorAll("button, input, select, textarea, a[
   .filter((element) => !element.textContent.trim() && !element.labels?.length && !element.closest("label"))
   .map((element) => element.outerHTML.slice(0, 99))"""
 
-# Elements that are cut off at the right edge of the window, but for what scrolls.
-TOO_WIDE = """[...document.querySelectorAll("main *")]
-  .filter((element) => element.checkVisibility() && element.getBoundingClientRect().right > innerWidth + 1
-    && !element.closest(".scroll, svg, .log, select"))
+# Elements that are cut off at the right edge of the window, but for those in parts that scroll or clip.
+TOO_WIDE = """[...document.querySelectorAll("body *")]
+  .filter((element) => element.checkVisibility() && element.getBoundingClientRect().right > innerWidth + 1)
+  .filter((element) => {
+    if (element.closest(".skip, .tooltip")) return false;
+    for (let at = element; at !== document.body; at = at.parentElement) {
+      if (at.tagName === "svg" || at.tagName === "SELECT" || getComputedStyle(at).overflowX !== "visible") return false;
+    }
+    return true;
+  })
   .map((element) => element.outerHTML.slice(0, 120))"""
+
+
+# Plots without a curve or an area, but for those in folded parts.
+BLANK_PLOTS = """[...document.querySelectorAll(".lines")]
+  .filter((plot) => plot.checkVisibility() && !plot.querySelector("svg path"))
+  .map((plot) => plot.innerText)"""
+
+TWO_FRAMES = "new Promise((done) => requestAnimationFrame(() => requestAnimationFrame(() => done(1))))"
 
 
 @contextmanager
@@ -76,19 +93,41 @@ def resize(browser: Browser, width: int, height: int = 900) -> None:
 
 
 def check_page(browser: Browser, address: str, ready: str) -> None:
-    """In light and dark, on phones and large screens: nothing is cut off, all can be read, and nothing goes wrong."""
+    """In light and dark, on phones and large screens: nothing is cut off, all can be read, and nothing goes wrong.
+
+    And on paper: a few pages, on which every plot is drawn.
+    """
     for dark in (False, True):
-        for width in WIDTHS:
+        resize(browser, WIDTHS[-1] if dark else WIDTHS[0])
+        browser.open(address, dark=dark)
+        browser.wait(ready)
+        for width in reversed(WIDTHS) if dark else WIDTHS:
             resize(browser, width)
-            browser.open(address, dark=dark)
-            browser.wait(ready)
+            browser.run(TWO_FRAMES)
             where = f"{address} at {width} pixels, {'dark' if dark else 'light'}"
             assert not browser.run("document.documentElement.scrollWidth > innerWidth"), where
-            assert browser.run(TOO_WIDE) == [], where
+            wide = browser.run(TOO_WIDE)
+            assert wide == [], f"{where}: {wide}"
             assert browser.errors == [], where
-        assert browser.run(CONTRAST) == [], address
-    assert browser.run(NAMELESS) == [], address
+        pale, nameless = browser.run(CONTRAST), browser.run(NAMELESS)
+        assert pale == [] and nameless == [], f"{address}: {pale} {nameless}"
+    press(browser, "Tab")
+    assert browser.run("document.activeElement !== document.body"), (
+        f"{address} can't be used with the keyboard"
+    )
     resize(browser, 1280)
+    check_print(browser, address)
+
+
+def check_print(browser: Browser, where: str) -> None:
+    """Even where somebody looks at it in the dark."""
+    pdf = base64.b64decode(browser._send("Page.printToPDF", printBackground=True)["data"])
+    assert 1 <= len(re.findall(rb"/Type\s*/Page[^s]", pdf)) <= MOST_PAGES, where
+    assert browser.run(BLANK_PLOTS) == [], where
+    dark = [{"name": "prefers-color-scheme", "value": "dark"}]
+    browser._send("Emulation.setEmulatedMedia", media="print", features=dark)
+    assert browser.run("getComputedStyle(document.body).backgroundColor") == "rgb(255, 255, 255)", where
+    browser._send("Emulation.setEmulatedMedia", media="", features=[])
 
 
 def press(browser: Browser, key: str) -> None:

@@ -116,6 +116,38 @@ def test_what_the_check_found_is_at_its_frame(browser: Browser, dataset: Path, t
         )
 
 
+def test_a_frame_as_a_policy_sees_it(browser: Browser, dataset: Path, tmp_path: Path):
+    data = {"repo_id": "me/block", "root": str(dataset)}
+    write_run(tmp_path / "runs/mine", settings={"dataset": data, "policy": {"type": "act"}})
+    settings = "--dataset.image_transforms.enable=true"
+    with serving_ui(tmp_path / "runs", dataset, lists=tmp_path) as server:
+        browser.open(f"{server.link}#runs")
+        browser.wait("document.querySelector('.run-facts') !== null")  # the run was read
+        browser.run(f"remember('sample', {json.dumps({'run': '', 'policy': 'act', 'settings': settings})})")
+        browser.open(f"{server.link}#data")
+        browser.wait(DRAWN)
+        browser.run("document.querySelector('.sample').closest('details').open = true")
+        images = "[...document.querySelectorAll('.sample-images img')].filter((e) => e.naturalWidth)"
+        cameras = len(open_dataset(root=dataset).cameras)
+        browser.wait(f"{images}.length === {5 * cameras}")  # recorded, three steps, and when it acts
+        assert "augmented: brightness" in text_of(browser, ".sample")
+        sources = browser.run(f"{images}.slice(0, 5).map((e) => e.src)")
+        assert sources[0] == sources[4] and len({*sources}) == 4
+        assert "observation.state" in text_of(browser, ".sample table")
+        options = browser.run("[...document.querySelector('.card select').options].map((e) => e.text)")
+        assert options[:2] == ["run mine", "a new act"]
+        refused = (
+            "policy=act&settings=--dataset.root%3D/",
+            "policy=act&settings=--policy.type%3Dx.py:X",
+            "policy=x.py:X",
+            "run=none",
+            "frame=9999999&policy=act",
+        )
+        for query in refused:
+            path = f"/sample/{browser.run('location.hash').split('/')[1]}/0?{query}"
+            assert browser.run(f"fetch('{path}').then((reply) => reply.status)") in (400, 404), query
+
+
 def test_datasets_of_runs_are_offered_and_nothing_else(browser: Browser, dataset: Path, tmp_path: Path):
     write_run(tmp_path / "runs/one", settings={"dataset": {"repo_id": "me/block", "root": str(dataset)}})
     with serving_ui(tmp_path / "runs", lists=tmp_path) as server:

@@ -99,7 +99,14 @@ def test_numbers_that_are_none_are_refused(query: dict[str, str], problem: str):
 
 
 @pytest.mark.parametrize(
-    "query", [{"policy.type": "no"}, {"gpu": "no"}, {"cameras": "1x1"}, {"colour": "red"}]
+    "query",
+    [
+        {"policy.type": "no"},
+        {"policy.type": "/tmp/own.py:Own"},
+        {"gpu": "no"},
+        {"cameras": "1x1"},
+        {"colour": "red"},
+    ],
 )
 def test_settings_that_are_wrong_are_said(planning: Planning, query: dict[str, str]):
     [message] = planning.answers(PlanRequest.read({**SMALL, **query}))

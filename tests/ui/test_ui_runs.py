@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from flexor.ui.runs import RunShelf
 from support.browser import Browser, find_browser
 from support.run_folders import add_lines, report, write_run
 from support.ui_pages import check_page, press, resize, serving_ui, text_of, type_into
@@ -46,6 +47,22 @@ def test_every_width_light_and_dark(browser: Browser, tmp_path: Path):
         check_page(browser, f"{server.link}#runs", READY)
         run_id = browser.run("document.querySelector('.run-name').hash.split('/')[1]")
         check_page(browser, f"{server.link}#runs/{run_id}", READY)
+
+
+def test_a_run_that_learns_while_it_acts(tmp_path: Path):
+    run = write_run(tmp_path / "sac", last=0, settings={"policy": {"type": "sac"}})
+    acting = {"return": 0.5, "intervention_rate": 0.1, "q": 0.3, "entropy": -1.0, "temperature": 0.01}
+    add_lines(
+        run / "metrics.jsonl",
+        {"step": 100, "loss": 0.1, "success_rate": 0.25, "transitions_per_s": 9.0, **acting},
+    )
+    shelf = RunShelf([tmp_path])
+    [row] = shelf.rows()
+    assert row["success"] == {"step": 100, "rate": 0.25}
+    signals = shelf.plots([row["id"]])["signals"]
+    groups = {group: [s["title"] for s in signals if s["group"] == group] for group in ("Acting", "Speed")}
+    assert groups["Acting"][0] == "Success, last 20 episodes" and len(groups["Acting"]) == 6
+    assert groups["Speed"] == ["Steps per second"]
 
 
 def test_an_empty_folder_says_what_to_do(browser: Browser, tmp_path: Path):

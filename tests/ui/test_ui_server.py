@@ -113,7 +113,7 @@ def test_errors_are_texts(tmp_path: Path):
     with serving_ui(tmp_path) as server:
         cookie = with_cookie(server)
         assert ask(server, "/nothing", **cookie)[0] == 404
-        assert ask(server, "/run/0123", **cookie)[:2] == (404, {"error": "This run is gone."})
+        assert ask(server, "/run/0123", **cookie)[:2] == (404, {"error": "This run no longer exists."})
         assert ask(server, "/run", **cookie)[0] == 404
 
 

@@ -50,7 +50,7 @@ def bench_policy(
         cameras = len(policy.policy.config.images)
         for batch in batches:
             for way in ways:
-                log.info("measuring %d camera(s), batch %d, %s", cameras, batch, way)
+                log.info("measuring: cameras %d, batch %d, %s", cameras, batch, way)
                 with computing_in(dtype, policy):
                     measured = measure(policy, batch, way, count)
                 rows.append({"cameras": cameras, "batch": batch, "way": way, **measured})

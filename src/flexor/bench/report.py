@@ -48,7 +48,7 @@ def render(report: dict[str, Any]) -> str:
             rows.append([label, *(_cell(column[name], style) for column in columns)])
     lines = [
         f"{report['dataset']} ({report['source']}): mode {report['mode']}, {report['cameras']} cameras, "
-        f"batch {report['batch_size']} on {report['device']}, {report['ranks']} rank(s), {report['threads']} "
+        f"batch {report['batch_size']} on {report['device']}, ranks: {report['ranks']}, {report['threads']} "
         f"{report['decode_in']} on {report['cores']} cores, tier {report['tier']}",
         "",
         table(rows),

@@ -42,9 +42,11 @@ def run(arguments: list[str]) -> int:
 
 def all_options() -> dict[str, tuple[Options, list[str]]]:
     """verb -> its options, and its subcommands."""
+    from flexor.cli.launch import PLACES
     from flexor.cli.main import VERBS
 
     verbs = {verb: _of_help(_help(verb)) for verb in VERBS}
+    verbs["launch"] = (verbs["launch"][0], [*PLACES])
     settings = _settings()
     for verb in WITH_SETTINGS:
         verbs[verb] = ({**settings, **verbs[verb][0]}, verbs[verb][1])
@@ -58,12 +60,12 @@ def all_options() -> dict[str, tuple[Options, list[str]]]:
 def _settings() -> Options:
     """Those of `flexor train`, with those of every policy."""
     from flexor.config.help import train_help
-    from flexor.policies import POLICIES
+    from flexor.policies import BUILT_IN
 
     settings: Options = {}
-    for policy in POLICIES:
+    for policy in BUILT_IN:
         settings |= _of_help(train_help(policy))[0]
-    settings["--policy.type"] = list(POLICIES)
+    settings["--policy.type"] = list(BUILT_IN)
     return settings
 
 

@@ -42,7 +42,7 @@ def _add_split(verbs: Any) -> None:
     )
     verb.add_argument("root", help=ROOT)
     verb.add_argument("out", type=Path, help="folder for the parts: OUT/NAME is a dataset")
-    verb.add_argument("--seed", type=int, metavar="N", help="choose the episodes by lot instead of in order")
+    verb.add_argument("--seed", type=int, metavar="N", help="choose episodes at random instead of in order")
 
 
 def _add_merge(verbs: Any) -> None:
@@ -118,7 +118,7 @@ def shares(
             parser.error(f"{flag} has no value. Name a part and its share: --train 0.9")
         name = written.get(flag, flag)[2:]
         if name in result:
-            parser.error(f"--{name} is there twice")
+            parser.error(f"--{name} is given twice")
         result[name] = share if equals else rest.pop(0)
     return result
 

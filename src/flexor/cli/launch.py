@@ -24,6 +24,7 @@ Start a run on several GPUs, on a cluster or in the cloud.
 `flexor launch WHERE --help` shows the options. --dry-run prints what would be started, and starts nothing.
 """
 VERBS = {"train": train.run, "resume": resume.run}
+PLACES = ("local", "slurm", "hf-jobs", "ssh")
 
 
 def run(arguments: list[str]) -> int:
@@ -31,7 +32,7 @@ def run(arguments: list[str]) -> int:
         print_text(USAGE)
         return 0
     where, rest = arguments[0], arguments[1:]
-    places = {"local": local, "slurm": slurm, "hf-jobs": hf_jobs, "ssh": ssh}
+    places = dict(zip(PLACES, (local, slurm, hf_jobs, ssh), strict=True))
     if where not in places:
         raise ConfigError(f"Can't launch on {where!r}. {closest(where, places)}")
     return places[where](rest)

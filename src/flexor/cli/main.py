@@ -34,7 +34,7 @@ VERBS = {
     "export": "write the policy of a checkpoint to one file, even if several processes saved it in parts",
     "push": "push the policy of a run, and optionally its checkpoints, to the Hugging Face Hub",
     "record": "record demonstrations of the built-in task, or episodes of a robot, as a dataset",
-    "launch": "start a run on several GPUs, on a cluster or in the cloud: local, slurm, hf-jobs",
+    "launch": "start a run on several GPUs, on a cluster or in the cloud: local, slurm, hf-jobs, ssh",
     "data": "inspect, repair, decode or push a dataset: info, check, show, repair, stats, cache, push",
     "bench": "measure one part, and the limits of the hardware: data, step, policy, serve",
     "demo": "record, train and evaluate on the built-in task, in a few minutes on a CPU",

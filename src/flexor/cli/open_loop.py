@@ -31,13 +31,18 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         help="compare predictions with the recorded actions of episodes that training held out, or of those that "
         "--dataset.episodes names, and write a page",
     )
-    add("--samples", type=int, metavar="N", help="frames at which the policy is asked (default: 200)")
+    add(
+        "--samples",
+        type=int,
+        metavar="N",
+        help="number of frames for which the policy predicts (default: 200)",
+    )
     add("--output", type=Path, metavar="FILE", help="the page (default: open_loop.html)")
     add(
         "--errors_only",
         "--errors-only",
         action="store_true",
-        help="do not look at what the policy looks at, nor for faults of the data: quicker",
+        help="only compute errors: skip the checks of the policy's inputs and of the data, which takes less time",
     )
 
 

@@ -38,7 +38,10 @@ def parser() -> OptionParser:
     data.add_argument("--fps", type=float, metavar="HZ", help=f"frames per second (default {FPS:g})")
     robot = flags.add_argument_group("the robot that runs the policy")
     robot.add_argument(
-        "--rate-hz", type=float, metavar="HZ", help="actions per second (default: the value of --fps)"
+        "--rate-hz",
+        type=float,
+        metavar="HZ",
+        help="actions per second (default: those of the dataset, or --fps)",
     )
     robot.add_argument(
         "--executed",
@@ -215,7 +218,7 @@ def _study(parsed: argparse.Namespace, settings: list[str], hardware: Hardware) 
             speed = measured_speed(data, read_json_object(parsed.bench))
         except (OSError, *MALFORMED) as error:
             raise ConfigError(
-                f"--bench={parsed.bench} is no report of `flexor bench data` that can be read: {error}."
+                f"--bench={parsed.bench} is not a readable report of `flexor bench data`: {error}."
             ) from error
     return study(
         config,
@@ -229,7 +232,7 @@ def _study(parsed: argparse.Namespace, settings: list[str], hardware: Hardware) 
         network=parsed.network,
         price=parsed.price,
         speed=speed,
-        rate_hz=parsed.rate_hz or parsed.fps or FPS,
+        rate_hz=parsed.rate_hz or parsed.fps or data.fps or FPS,
         executed=parsed.executed,
         assumed=assumed,
     )

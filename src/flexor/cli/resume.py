@@ -8,14 +8,15 @@ from pathlib import Path
 from typing import Any
 
 from flexor.cli.flags import start_processes, take_flag, take_processes
-from flexor.core.console import print_result, print_text
+from flexor.core.console import GREEN, print_result, print_text, table
 from flexor.core.errors import ConfigError
+from flexor.core.log import setup_logging
 
 
 def run(arguments: list[str]) -> int:
     if take_flag(arguments, "-h", "--help"):
         print_text(
-            "usage: flexor resume RUN [--steps=N] [--key=value ...] [--gpus=N | --processes=N] [--json]\n"
+            "usage: flexor resume RUN [--steps=N] [--key=value ...] [--gpus=N | --processes=N] [--verbose] [--json]\n"
             "       flexor resume hub:USER/NAME[@REVISION] [--output_dir=FOLDER] ...\n\n"
             "Continue the run in folder RUN from its newest checkpoint. Settings that would make it a\n"
             "different run can't be changed. --gpus=N starts one process per GPU (N or all),\n"
@@ -30,6 +31,8 @@ def run(arguments: list[str]) -> int:
     if not arguments or arguments[0].startswith("--"):
         raise ConfigError("The run folder is missing. Name it first: flexor resume RUN [--steps=N ...].")
     address, on_hub = arguments[0], arguments[0].startswith("hub:")
+    if processes == 1:
+        setup_logging(verbose=take_flag(arguments, "--verbose"))
     if processes == 1 or on_hub:
         from flexor.config.parse import parse_flags, to_words
 
@@ -76,18 +79,17 @@ def report_run(result: Any, as_json: bool) -> int:
         return 0
     where = f"checkpoint {result.checkpoint}" if result.checkpoint else "no checkpoint saved"
     text = f"done: step {result.step} after {result.seconds:.0f} s, {where}"
-    print_result(
-        summary, as_json, "\n".join([text, *_next_commands(result.folder)] if result.checkpoint else [text])
-    )
+    lines = [text, *_next_commands(result.folder)] if result.checkpoint else [text]
+    print_result(summary, as_json, "\n".join(lines), colours={r"^done\b": GREEN})
     return 0
 
 
 def _next_commands(run: Path) -> list[str]:
     """What one would do with a trained policy."""
     folder = shlex.quote(str(run))
-    return [
-        "",
-        f"  flexor ui {shlex.quote(str(run.parent))}    curves, videos, and other runs beside it",
-        f"  flexor eval {folder} --open_loop    its predictions beside recorded actions",
-        f"  flexor serve {folder}    the policy for robots on the network",
+    commands = [
+        (f"  flexor ui {shlex.quote(str(run.parent))}", "curves and videos, beside those of other runs"),
+        (f"  flexor eval {folder} --open_loop", "predicted actions beside recorded ones"),
+        (f"  flexor serve {folder}", "the policy for robots on the network"),
     ]
+    return ["", table(commands)]

@@ -9,6 +9,7 @@ from flexor.cli import resume
 from flexor.cli.flags import start_processes, take_flag, take_processes
 from flexor.core.console import print_text
 from flexor.core.errors import ConfigError
+from flexor.core.log import setup_logging
 from flexor.core.run_files import RUN_CONFIG
 
 
@@ -26,6 +27,7 @@ def run(arguments: list[str]) -> int:
     from flexor.plan.preflight import Preflight
     from flexor.train.loop import train as run_training
 
+    setup_logging(verbose=take_flag(arguments, "--verbose"))
     as_json = take_flag(arguments, "--json")
     flags = parse_flags(arguments)
     mode = str(flags.pop("resume", "false")).lower()

@@ -43,9 +43,9 @@ def parser() -> OptionParser:
     from flexor.ui.server import PORT
 
     text = (
-        "Show runs, plans, datasets and policy servers in a browser. The page is served on this machine only, to who "
-        "has the link. It needs no network and changes nothing, but for notes that you type and lists of episodes to "
-        "leave out."
+        "Show runs, plans, datasets and policy servers in a browser. The page is served on this machine only, to "
+        "whoever has the link. It needs no network and changes nothing, except for notes that you type and lists of "
+        "episodes to leave out."
     )
     parser = OptionParser(prog="flexor ui", description=text)
     parser.add_argument(

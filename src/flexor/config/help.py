@@ -30,6 +30,7 @@ def train_help(policy: str = "act") -> str:
         _line("--gpus", "number of GPUs on this machine, one process for each; or all", "number", None),
         _line("--processes", "number of processes, training on the CPU instead", "number", None),
         _line("--resume", "auto: resume the run in output_dir if there is one, else start it", "auto", None),
+        _line("--verbose", "also log how frames are cached, decoded and shuffled", "flag", None),
         _line("--json", "print one JSON object about the finished run", "flag", None),
         "",
         "run",

@@ -15,6 +15,7 @@ from flexor.config.schema import GROUPS, TrainConfig, validate
 from flexor.config.setting_names import setting_names, suggestion
 from flexor.core.errors import CheckpointError, ConfigError
 from flexor.core.foreign_files import read_text, read_yaml
+from flexor.core.model_files import neighbours
 from flexor.core.run_files import CHECKPOINTS, POLICY_CONFIG, PRETRAINED, RUN_CONFIG, newest_checkpoints
 from flexor.core.trust import require_trust, settled, trust
 from flexor.core.typed import (
@@ -319,6 +320,8 @@ def _of_lerobot(folder: Path) -> str:
 def read_run(folder: Path) -> dict[str, Any]:
     """The settings a run was started with, as nested plain data."""
     path = folder / RUN_CONFIG
+    if not folder.is_dir():
+        raise CheckpointError(f"{folder}: there is no such folder{neighbours(folder)}.")
     if not path.is_file():
         raise CheckpointError(
             f"{folder} is not a run of Flexor: it has no {RUN_CONFIG}.{_of_lerobot(folder)}"

@@ -115,7 +115,7 @@ class EMAConfig:
     inv_gamma: float = setting(1.0, more_than=0)
     """With `power`: steps in which the decay rises."""
     update_after_step: int = setting(0, at_least=0)
-    """The average is a copy of the weights for so many steps."""
+    """For this many steps, the average is just a copy of the weights."""
 
     def decay_at(self, update: int) -> float:
         """The decay in the update of this number, counted from 1."""

@@ -34,13 +34,13 @@ def read_text(path: Path, most: int = LARGEST_DOCUMENT) -> str:
     """The text of a file of at most this many bytes."""
     with path.open("rb") as file:
         if os.fstat(file.fileno()).st_size > most:
-            raise ValueError(f"the file is larger than {most >> 20} MB, which no valid one is")
+            raise ValueError(f"the file is larger than {most >> 20} MB: no valid file is that large")
         return file.read().decode("utf-8")
 
 
 def parse_json(text: str | bytes) -> Any:
     if len(text) > LARGEST_DOCUMENT:
-        raise ValueError(f"it is larger than {LARGEST_DOCUMENT >> 20} MB, which no valid one is")
+        raise ValueError(f"it is larger than {LARGEST_DOCUMENT >> 20} MB: no valid file is that large")
     try:
         text = text.decode("utf-8") if isinstance(text, bytes) else text
         value = json.loads(text, parse_int=_parse_int)
@@ -72,7 +72,7 @@ def read_json_object(path: Path) -> dict[str, Any]:
 def read_json_lines(path: Path) -> Iterator[Any]:
     """The value in each line that is not empty. A line that is no JSON raises an error with its number."""
     if path.stat().st_size > LARGEST_LINES:
-        raise ValueError(f"the file is larger than {LARGEST_LINES >> 30} GB, which no valid one is")
+        raise ValueError(f"the file is larger than {LARGEST_LINES >> 30} GB: no valid file is that large")
     with path.open("rb") as file:
         for number in range(1, 1 << 62):
             line = file.readline(LARGEST_DOCUMENT + 1)
@@ -107,7 +107,7 @@ def parse_yaml(text: str, loader: type = QuickLoader) -> Any:
 def _check_yaml(text: str) -> None:
     """Refuse what would crash or fill the memory. This reads the document as a stream of events, which is safe."""
     if len(text) > LARGEST_DOCUMENT:
-        raise ValueError(f"it is larger than {LARGEST_DOCUMENT >> 20} MB, which no valid one is")
+        raise ValueError(f"it is larger than {LARGEST_DOCUMENT >> 20} MB: no valid file is that large")
     total, depth = 0, 0
     sizes: dict[str, int] = {}  # of anchors: how many values an alias repeats
     unfinished: list[

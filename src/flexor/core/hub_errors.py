@@ -98,8 +98,8 @@ def refuse_secrets(files: Mapping[str, Content]) -> None:
         secret = find_secret(content, secrets)
         if secret is not None:
             raise HubError(
-                f"{name} contains {secret}, so nothing was uploaded. Remove it from the file. If it is none, upload "
-                "the file with `hf upload`."
+                f"{name} contains {secret}, so nothing was uploaded. Remove it from the file. If it is not a secret, "
+                "upload the file with `hf upload`."
             )
 
 
@@ -144,7 +144,7 @@ def _rejected(status: int, message: str, url: str, wait: float | None = None) ->
         401: "The Hub does not accept your token. Log in with `hf auth login`, or set HF_TOKEN to a valid one.",
         403: f"Your token has no permission to write to {url}. It needs write access to {owner}.",
         404: f"{url} does not exist, or your token can't read it. Check the name.",
-        429: "The Hub gets too many requests from you.",
+        429: "The Hub has received too many requests from you.",
     }.get(status, "The Hub fails." if status >= 500 else "The Hub rejects the request.")
     if full:
         advice = f"The storage of {owner} on the Hub is full. Delete what is not needed there, or get more."

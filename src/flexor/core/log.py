@@ -11,6 +11,7 @@ from pathlib import Path
 
 from tqdm import tqdm
 
+from flexor.core.console import RED, YELLOW, shows_colours
 from flexor.core.secrets import redacted
 from flexor.core.text import printable
 
@@ -24,7 +25,14 @@ class _AboveBars(logging.Handler):
 
     def emit(self, record: logging.LogRecord) -> None:
         with suppress(OSError, ValueError):  # the terminal is closed: a run goes on, or saves
-            tqdm.write(self.format(record), file=sys.stderr)
+            tqdm.write(in_colour_of(record.levelno, self.format(record)), file=sys.stderr)
+
+
+def in_colour_of(level: int, line: str) -> str:
+    """Warnings and errors in colour, where the terminal shows colours."""
+    if level < logging.WARNING or not shows_colours(sys.stderr):
+        return line
+    return f"\x1b[{RED if level >= logging.ERROR else YELLOW}m{line}\x1b[0m"
 
 
 _rank = 0
@@ -55,7 +63,9 @@ def _formatter(prefix: str = "", date: str = "%H:%M:%S") -> logging.Formatter:
 
 
 def setup_logging(verbose: bool = False) -> None:
-    """Send the program's log to standard error, once."""
+    """Send the program's log to standard error, once. `verbose`: with details of how it does what it was asked to."""
+    if verbose:
+        log.setLevel(logging.DEBUG)
     if log.handlers:
         return
     handler = _AboveBars()

@@ -17,6 +17,14 @@ def is_repo_id(name: str) -> bool:
     return re.fullmatch(r"\w[\w.-]*/\w[\w.-]*", name, re.ASCII) is not None
 
 
+def neighbours(folder: Path) -> str:
+    """The folders beside one that is missing, as a part of an error: "; runs has act, act-2"."""
+    parent = folder.parent
+    names = sorted(entry.name for entry in parent.iterdir() if entry.is_dir()) if parent.is_dir() else []
+    near = get_close_matches(folder.name, names, n=3)
+    return f"; {parent} has {', '.join(near or names[:3])}" if names and parent != Path() else ""
+
+
 @dataclass(frozen=True)
 class ModelFiles:
     """The files of a folder or of a Hub repository, from which they are downloaded into the Hub's cache."""
@@ -42,17 +50,13 @@ class ModelFiles:
         try:
             return download(repo_id, patterns, revision or None, ignored=ignored)
         except Exception as error:  # the client raises many types; all mean the same to the user
+            if beside := neighbours(Path(self.name)):
+                text = f"{self.label}: there is no such folder{beside}. Nor is there one on the Hub that can be read."
+                raise self.error(f"{text}{self.advice}") from error
             raise self.error(
-                f"{self.label}: there is no such folder{self._neighbours()}, and it can't be downloaded from the Hub: "
-                f"{first_line(error)}{self.advice}"
+                f"{self.label}: there is no such folder, and it can't be downloaded from the Hub: {first_line(error)}"
+                f"{self.advice}"
             ) from error
-
-    def _neighbours(self) -> str:
-        """The folders that are beside the one that is missing, if its parent exists."""
-        parent = Path(self.name).parent
-        names = sorted(entry.name for entry in parent.iterdir() if entry.is_dir()) if parent.is_dir() else []
-        near = get_close_matches(Path(self.name).name, names, n=3)
-        return f" ({parent} has {', '.join(near or names[:3])})" if names and parent != Path() else ""
 
     def path(self, file: str) -> Path:
         """One file."""

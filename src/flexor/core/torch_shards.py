@@ -122,13 +122,13 @@ class TorchShards:
         stored: dict[tuple[str, int], Any] = {}
         for index, info in metadata.storage_data.items():
             if not isinstance(info, _StorageInfo) or getattr(info, "transform_descriptors", None):
-                raise ValueError(f"{index.fqn} is stored in a way that Flexor never did")
+                raise ValueError(f"{index.fqn} is stored in a way that Flexor never used")
             stored[str(index.fqn), int((index.offset or (0,))[0])] = info
         self._places: dict[tuple[str, int], tuple[str, int, int]] = {}
         self.tensors: dict[str, ShardedTensor] = {}
         for name, tensor in metadata.state_dict_metadata.items():
             if not isinstance(tensor, TensorStorageMetadata):
-                raise ValueError(f"{name} is no tensor")
+                raise ValueError(f"{name} is not a tensor")
             pieces = []
             for chunk in tensor.chunks:
                 start, rows = (int(chunk.offsets[0]), int(chunk.sizes[0])) if chunk.sizes else (0, 1)

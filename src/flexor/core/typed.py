@@ -106,10 +106,15 @@ class UnknownSetting(ConfigError):
         self.name, self.value = name, value
 
 
+ALIKE = 0.06  # of similarities: names that are meant as likely as the most similar one
+
+
 def closest(name: str, names: Iterable[str]) -> str:
     """The hint "Did you mean ...?", or the list of all names if none is similar."""
     names = list(names)
     near = difflib.get_close_matches(name, names, n=3, cutoff=0.6)
+    ratios = [difflib.SequenceMatcher(None, name, other).ratio() for other in near]
+    near = [other for other, ratio in zip(near, ratios) if ratio > ratios[0] - ALIKE]
     if near:
         return f"Did you mean {' or '.join(near)}?"
     return f"Available: {', '.join(names)}."

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import importlib
+import importlib.util
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -26,6 +27,21 @@ SHORT_NAMES: dict[str, tuple[str, dict[str, Any]]] = {
     "xarm": ("gym_xarm/XarmLift-v0", {"obs_type": "pixels_agent_pos", "max_episode_steps": 200}),
     "gym_hil": (f"{hil.PACKAGE}/{hil.TASK}", {"image_obs": True}),
 }
+EXTRAS = {"gym_pusht": "sim", "gym_hil": "hil"}  # of Flexor, with these packages
+
+
+def check_env(env_type: str, task: str | None = None, package: str | None = None) -> None:
+    """Refuse an environment that is not on this machine, without making one."""
+    env_id = _env_id(env_type, task)
+    if package is not None or env_id not in gymnasium.registry:
+        _import_package(env_id, package)
+    if env_id not in gymnasium.registry:
+        raise ConfigError(_unknown(env_type))
+
+
+def _env_id(env_type: str, task: str | None) -> str:
+    env_id = SHORT_NAMES[env_type][0] if env_type in SHORT_NAMES else env_type
+    return env_id if task is None else f"{env_id.split('/')[0]}/{task}"
 
 
 def make_env(
@@ -37,17 +53,12 @@ def make_env(
     imported first, so that it can register its environments; for an id with a namespace it defaults to
     the namespace. Other arguments are passed to the environment.
     """
-    env_id, defaults = SHORT_NAMES.get(env_type, (env_type, {}))
-    if task is not None:
-        env_id = f"{env_id.split('/')[0]}/{task}"
+    env_id, defaults = _env_id(env_type, task), SHORT_NAMES.get(env_type, ("", {}))[1]
     is_hil = env_id.startswith(f"{hil.PACKAGE}/")
     if is_hil:
         hil.render_without_screen()
         defaults = {**hil.arguments(env_id), **defaults}
-    if package is not None or env_id not in gymnasium.registry:
-        _import_package(env_id, package)
-    if env_id not in gymnasium.registry:
-        raise ConfigError(_unknown(env_type))
+    check_env(env_type, task, package)
     settings = {"render_mode": "rgb_array", **defaults, **kwargs}
     try:
         # gymnasium's checker warns about every unusual observation; Flexor checks observations below.
@@ -90,12 +101,16 @@ def _import_package(env_id: str, package: str | None) -> None:
     try:
         importlib.import_module(name)
     except ModuleNotFoundError as error:
-        if package is None and error.name == name:
+        builtin = env_id in {short_id for short_id, _ in SHORT_NAMES.values()}
+        if package is None and error.name == name and not builtin:
             return
-        raise ConfigError(
-            f"environment {env_id!r} needs the Python package {error.name!r}, which is not installed; "
-            f"install it, for example with: pip install {(error.name or name).replace('_', '-')}"
-        ) from error
+        raise ConfigError(_needs_package(env_id, error.name or name)) from error
+
+
+def _needs_package(env_id: str, package: str) -> str:
+    extra = EXTRAS.get(package)
+    install = f"'flexor[{extra}]'" if extra else package.replace("_", "-")
+    return f"The environment {env_id} needs the Python package {package}, which is not installed: pip install {install}"
 
 
 def _unknown(env_type: str) -> str:

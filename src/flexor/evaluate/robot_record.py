@@ -38,7 +38,7 @@ def make_robot(where: str) -> Any:
     missing = [part for part in PARTS if not hasattr(robot, part)]
     if missing:
         raise ConfigError(
-            f"--robot={where}: what {name} returned is no robot of LeRobot's: it has no {missing[0]}."
+            f"--robot={where}: what {name} returned is not a LeRobot robot: it has no {missing[0]}."
         )
     return robot
 

@@ -212,7 +212,7 @@ class ExpertActor:
     def attach(self, envs: Sequence[Env], seeds: Sequence[int]) -> None:
         self._envs = [env.unwrapped for env in envs if isinstance(env.unwrapped, PlaceEnv)]
         if len(self._envs) < len(envs):
-            supported = "the expert only supports the built-in task"
+            supported = "the expert solves only the built-in task"
             raise ConfigError(f"{supported}, not {envs[0]}; use --env.type=place")
 
     def reset(self, num_envs: int) -> None:

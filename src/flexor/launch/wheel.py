@@ -63,7 +63,7 @@ def read_wheel(path: Path) -> Wheel:
     """A wheel of the user's, such as one with a policy."""
     if not re.fullmatch(r"[\w.]+-[\w.!+]+(-[\w.]+){3,4}\.whl", path.name) or not path.is_file():
         raise ConfigError(
-            f"--package={path} is no wheel: build one with `pip wheel --no-deps FOLDER`, or give a URL."
+            f"--package={path} is not a wheel: build one with `pip wheel --no-deps FOLDER`, or give a URL."
         )
     return Wheel(path.name, path.read_bytes())
 

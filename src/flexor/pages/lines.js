@@ -216,13 +216,13 @@ function drawLines(plot, group, width, xName) {
     const text = draw("text", { x: left - 6, y: y(value) + 4, "text-anchor": "end" }, tickText(log ? 10 ** value : value, plot.format));
     marks.push(draw("line", { class: "grid", x1: left, x2: width - right, y1: y(value), y2: y(value) }), text);
   }
-  for (const value of ticks(...x.range, Math.max(width / 110, 2))) {
+  for (const value of ticks(...x.range, Math.max(width / 70, 3))) {
     const edge = x(value) > width - 40 ? "end" : "middle";
     marks.push(draw("text", { x: x(value), y: LINES_HEIGHT - 8, "text-anchor": edge }, figure(value)));
   }
   marks.push(draw("text", { class: "soft", x: 4, y: LINES_HEIGHT - 8 }, xName));
   const clip = `clip-${Math.random().toString(36).slice(2)}`;
-  const inside = { x: left, y: 0, width: Math.max(width - left - right, 1), height: LINES_HEIGHT - bottom + 2 };
+  const inside = { x: left - 4, y: 0, width: Math.max(width - left - right, 1) + 8, height: LINES_HEIGHT - bottom + 4 };
   const paths = draw("g", { "clip-path": `url(#${clip})` });
   shown.forEach((line, number) => paths.append(...lineParts(plot, line, number, group, scale)));
   svg.setAttribute("viewBox", `0 0 ${width} ${LINES_HEIGHT}`);

@@ -40,6 +40,11 @@ function brief(value) {
   return value === null || value === undefined ? "–" : figure(Number(value.toPrecision(4)));
 }
 
+/** A text that begins with a capital letter. */
+function sentence(text) {
+  return text.slice(0, 1).toUpperCase() + text.slice(1);
+}
+
 // Elements.
 
 function card(title, ...children) {

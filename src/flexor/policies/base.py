@@ -225,6 +225,10 @@ class PolicyConfig:
     def images(self) -> dict[str, PolicyFeature]:
         return {k: f for k, f in self.input_features.items() if f.type is Kind.VISUAL}
 
+    def view_images(self, images: Tensor, camera: str, noise: NoiseSource | None = None) -> Tensor:
+        """A camera's images [B, ..., 3, H, W] in 0..1, sized and cropped for the network; `noise`: of training."""
+        return images
+
     @property
     def state(self) -> PolicyFeature | None:
         return self.input_features.get(STATE)
@@ -276,16 +280,12 @@ class PolicyConfig:
             feature = features.get(name)
             if feature is not None and feature.shape != (size,):
                 shape = list(feature.shape)
-                raise ConfigError(
-                    f"The statistics of {name} have {size} values, but it was trained on {shape}."
-                )
+                raise ConfigError(f"The statistics of {name} have {size} values; it was trained on {shape}.")
 
     @property
     def action(self) -> PolicyFeature:
         if ACTION not in self.output_features:
-            raise ConfigError(
-                f"The policy has no output named {ACTION!r}; it has {list(self.output_features)}."
-            )
+            raise ConfigError(f"The policy has no output named {ACTION!r}; it has {[*self.output_features]}.")
         return self.output_features[ACTION]
 
 

@@ -129,10 +129,7 @@ class Session:
         self._check_names(renamed.keys(), sorted(observation))
         for name, feature in self.config.observed.items():
             if name in renamed and not self.config.accepts_shape(name, renamed[name].shape):
-                raise FlexorError(
-                    f"{name} is {list(renamed[name].shape)} in the environment, but the policy was trained on "
-                    f"{list(feature.shape)}: set the environment's size with --env.kwargs."
-                )
+                raise FlexorError(_wrong_shape(name, [*renamed[name].shape], [*feature.shape]))
 
     def _check_names(self, names: Collection[str], provided: Sequence[str]) -> None:
         missing = [name for name in self.config.observed if name not in names]
@@ -189,6 +186,13 @@ def predict_together(
         )
         chunks.update(zip(rows, batch_chunks))
     return [chunks[row] for row in range(len(sessions))]
+
+
+def _wrong_shape(name: str, shape: list[int], expected: list[int]) -> str:
+    text = f"{name} has the shape {shape}, but the policy was trained on {expected}"
+    if len(shape) == 3 and [shape[-1], *shape[:-1]] == expected:
+        return f"{text}: the channels come first. Give image.transpose(2, 0, 1)."
+    return f"{text}. Resize it, or set the size that the environment gives with --env.kwargs."
 
 
 def _same_shapes(sessions: Sequence[Session], observations: Sequence[Observation]) -> Iterator[list[int]]:

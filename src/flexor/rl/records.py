@@ -123,7 +123,7 @@ class RecordFile:
         if size != complete * self.layout.itemsize:
             lost = count - complete
             log.warning(
-                "%s ends with %d bytes that are no complete record (%d records after it): they are cut off",
+                "%s ends with %d bytes that are not a complete record (after %d records): they are cut off",
                 *(self.path, size - complete * self.layout.itemsize, max(lost - 1, 0)),
             )
             os.ftruncate(self.file, complete * self.layout.itemsize)

@@ -25,7 +25,7 @@ class Signal:
         return asdict(self)
 
 
-LEARNING, SPEED, MACHINE = "Learning", "Speed", "Machine"
+LEARNING, ACTING, SPEED, MACHINE = "Learning", "Acting", "Speed", "Machine"
 EVALUATED = ("eval_success_low", "eval_success_high")
 SIGNALS = (
     Signal("Loss", ("loss",), LEARNING),
@@ -39,6 +39,14 @@ SIGNALS = (
     Signal("Entropy", ("entropy",), LEARNING),
     Signal("Gradient norm", ("grad_norm",), LEARNING),
     Signal("Learning rate", ("lr",), LEARNING),
+    # of policies that learn while they act
+    Signal("Success, last 20 episodes", ("success_rate",), ACTING, "share"),
+    Signal("Return, last 20 episodes", ("return",), ACTING),
+    Signal("Steps with help", ("intervention_rate",), ACTING, "share"),
+    Signal("Value by the critics", ("q",), ACTING),
+    Signal("Entropy", ("entropy",), ACTING),
+    Signal("Temperature", ("temperature",), ACTING),
+    Signal("Steps per second", ("transitions_per_s",), SPEED),
     Signal("Samples per second", ("samples_per_s",), SPEED),
     Signal("Steps in the environment per second", ("transitions_per_s",), SPEED),
     Signal("Updates since the weights that act", ("weights_age",), SPEED),

@@ -105,7 +105,7 @@ class Listener:
         # it is a part of a command that people may copy: only what can be in a host's name
         plain = re.sub(r"[^\w.:-]", "?", name)
         advice = self.allow_flag.format(plain.partition(":")[0])
-        problem = f"it asks for {plain}, which is no name of this server"
+        problem = f"it asks for {plain}, which is not a name of this server"
         self.notes.note("a request", f"{problem}; {advice} allows it")
         fix = f"Connect to its IP address, or start it with {advice}."
         return web.response(421, f"{plain} is not a name of this server. {fix}\n")

@@ -132,4 +132,4 @@ async def serve_until(server: PolicyServer, stop: asyncio.Event, ready: Callable
     async with server.running() as url:
         ready(url)
         await stop.wait()
-        log.info("closing %d connection(s)", len(server.model.clients))
+        log.info("closing all connections: %d", len(server.model.clients))

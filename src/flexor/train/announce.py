@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -10,6 +11,7 @@ import torch
 from flexor.core.log import log
 from flexor.data.dataset import Dataset
 from flexor.data.mixture.mixed import MixedDataset
+from flexor.data.settings import ImageTransformsConfig
 from flexor.policies.augment.operations import describe_transforms
 from flexor.train.checkpoint.state import TrainState
 from flexor.train.engine.base import Engine
@@ -37,6 +39,14 @@ def log_setup(state: TrainState, training: Dataset, held_out: Dataset | None, re
         _log_members(training)
     if state.augmentation is not None:
         log.info("image augmentation: %s", describe_transforms(config.dataset.image_transforms))
+    elif replace(config.dataset.image_transforms, enable=True) != ImageTransformsConfig(enable=True):
+        log.warning(
+            "dataset.image_transforms is set, but images are not augmented: --dataset.image_transforms.enable=true "
+            "is missing"
+        )
+    if config.env.type and config.env_eval_freq > config.steps:
+        text = "env.type=%s has no effect in a run of %d steps with env_eval_freq=%d"
+        log.info(text, config.env.type, config.steps, config.env_eval_freq)
     rates = ", ".join(dict.fromkeys(f"{group['initial_lr']:g}" for group in state.optimizer.param_groups))
     batch = f"{state.split.global_batch} samples each{state.split.parts}"
     optimizer = config.optimizer.type
@@ -45,7 +55,7 @@ def log_setup(state: TrainState, training: Dataset, held_out: Dataset | None, re
             "steps %d to %d of %s, %s, learning rate %s", state.step, config.steps, batch, optimizer, rates
         )
     else:
-        log.info("all %d steps of this run are done; --steps=N trains longer", state.step)
+        log.info("this run is finished, at step %d; --steps=N trains longer", state.step)
     log.info("run folder %s%s", config.output_dir, f", resuming from {resumed.name}" if resumed else "")
 
 

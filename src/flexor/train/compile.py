@@ -58,16 +58,15 @@ class CompileTime:
         return True
 
 
-def _describe(blocks: int, seconds: float, lookups: Counter[str]) -> str:
+def _describe(count: int, seconds: float, lookups: Counter[str]) -> str:
+    blocks = "1 block" if count == 1 else f"{count} blocks"
     time = f"{seconds:.{0 if seconds >= 10 else 1}f} s"
     cache = f"the cache ({os.environ.get('TORCHINDUCTOR_CACHE_DIR')})"
     if lookups["bypass"] or not (lookups["hit"] or lookups["miss"]):
-        return f"compiled {blocks} block(s) in {time}"
+        return f"compiled {blocks} in {time}"
     if not lookups["miss"]:
-        return f"took {blocks} compiled block(s) from {cache} in {time}"
-    return (
-        f"compiled {blocks} block(s) in {time}; the next run with the same settings takes them from {cache}"
-    )
+        return f"took {blocks} from {cache} in {time}"
+    return f"compiled {blocks} in {time}; the next run with the same settings takes them from {cache}"
 
 
 def _compile_seconds() -> float:

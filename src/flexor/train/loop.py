@@ -23,6 +23,7 @@ from flexor.data.check.summary import summarise_data
 from flexor.data.dataset import Dataset
 from flexor.data.identity import identify
 from flexor.data.loader.loader import Loader
+from flexor.evaluate.envs import check_env
 from flexor.monitor.meters import Arithmetic, Meters
 from flexor.monitor.profiler import Profiling
 from flexor.monitor.trackers import check_trackers
@@ -149,6 +150,8 @@ def _take_part(
 
 def _open_data(config: TrainConfig, processes: Processes, resuming: bool) -> tuple[Dataset, Dataset | None]:
     """The episodes to train on, and those held out."""
+    if config.env.type and config.env_eval_freq:
+        check_env(config.env.type, config.env.task, config.env.package)  # not hours later
     if not resuming and config.policy_path is None:
         config.policy.check_untrained()
     elif not resuming:

@@ -18,6 +18,7 @@ from flexor.ui.server import Route, UIServer
 if TYPE_CHECKING:
     from flexor.ui.datasets import DatasetShelf
     from flexor.ui.plans import Planning
+    from flexor.ui.samples import SampleShelf
 
 STYLES = (("flexor.pages", "parts.css"), ("flexor.plan.show", "plan.css"), ("flexor.ui", "ui.css"))
 INFO = "meta/info.json"  # of a dataset
@@ -25,7 +26,7 @@ SCRIPTS = (
     *(("flexor.pages", "parts.js"), ("flexor.plan.show", "plan_view.js")),
     *(
         ("flexor.ui", name)
-        for name in ("app.js", "runs.js", "run.js", "plan.js", "data.js", "serve.js", "main.js")
+        for name in ("app.js", "runs.js", "run.js", "plan.js", "data.js", "sample.js", "serve.js", "main.js")
     ),
 )
 
@@ -88,6 +89,19 @@ def _data_routes(
 
         return DatasetShelf(datasets, runs.configs, lists)
 
+    @cache
+    def samples() -> SampleShelf:
+        """Imported when somebody looks at one: it takes torch."""
+        from flexor.ui.samples import SampleShelf
+
+        return SampleShelf(runs.named_configs, shelf().opened)
+
+    def sample(request: Request) -> Reply:
+        dataset, episode = [*request.words, "", ""][:2]
+        if not episode.isdecimal():
+            raise NotFound("The address names no episode.")
+        return json_reply(samples().sample(dataset, int(episode), request.query))
+
     def of_episode(method: str) -> Route:
         def route(request: Request) -> Reply | FileReply:
             dataset, index, *camera = [*request.words, ""][:2] + request.words[2:]
@@ -102,6 +116,8 @@ def _data_routes(
         "datasets": lambda request: json_reply(shelf().rows()),
         "dataset": lambda request: json_reply(shelf().overview(_first(request))),
         "check": lambda request: json_reply(shelf().check(_first(request))),
+        "sample": sample,
+        "sample-choices": lambda request: json_reply(samples().choices(_first(request))),
         "episode": of_episode("episode"),
         "episode-video": of_episode("video"),
         "episode-clip": of_episode("encoded"),

@@ -35,9 +35,10 @@ class EpisodesView {
     Object.assign(this, { place, data, filter: "all", text: "", marks: {}, flagged: new Set(), excluded: new Set(data.excluded), episode: null });
     this.numbers = new Map(data.episodes.map((index, number) => [index, number]));
     this.player = make("div", { class: "player" });
+    this.sample = sampleView(data);
     this.report = make("div");
     this.status = make("div", { class: "exclude-bar" });
-    place.replaceChildren(this.side(datasets), make("div", { class: "episode-view" }, this.player, this.report));
+    place.replaceChildren(this.side(datasets), make("div", { class: "episode-view" }, this.player, this.sample.element, this.report));
     this.drawExcluded();
     this.filterRows();
     this.check(data.episodes.length <= CHECKED_AT_ONCE);
@@ -52,7 +53,7 @@ class EpisodesView {
     const { data } = this;
     const choose = picker(datasets.map(({ id, name }) => [id, name]), data.id, (id) => go("data", id));
     choose.setAttribute("aria-label", "dataset");
-    const search = make("input", { type: "search", placeholder: "Number, or words of the task", "aria-label": "filter episodes" });
+    const search = make("input", { type: "search", placeholder: "Number or task", "aria-label": "filter episodes" });
     search.addEventListener("input", () => {
       this.text = search.value.trim().toLowerCase();
       this.filterRows();
@@ -210,6 +211,7 @@ class EpisodesView {
     this.plots.forEach((plot) => plot.show(frame));
     this.range.value = frame;
     this.where.textContent = `frame ${frame.toLocaleString("en")} · ${(frame / this.data.fps).toFixed(2)} s`;
+    if (!this.moving) this.sample.at(this.episode, frame);
     if (seek) this.videos.forEach((video) => video.seek(frame));
   }
 
@@ -248,6 +250,7 @@ class EpisodesView {
     this.moving = null;
     this.videos?.forEach((video) => video.pause());
     if (this.button) this.button.textContent = "Play";
+    if (this.videos) this.sample.at(this.episode, this.frame);
   }
 
   // What the check found.

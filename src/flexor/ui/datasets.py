@@ -123,6 +123,12 @@ class DatasetShelf:
             "list": self._list_file(entry).name,
         }
 
+    def opened(self, dataset_id: str) -> tuple[Dataset, Path]:
+        """A dataset, and its folder."""
+        entry = self._entry(dataset_id)
+        with entry.lock:
+            return entry.dataset, entry.root
+
     def episode(self, dataset_id: str, index: int) -> dict[str, Any]:
         """What is drawn of an episode: curves, and where its videos are."""
         entry, position = self._position(dataset_id, index)
@@ -209,7 +215,7 @@ class DatasetShelf:
         if dataset_id not in self._datasets:
             self.rows()
         if dataset_id not in self._datasets:
-            raise NotFound("This dataset is gone.")
+            raise NotFound("This dataset no longer exists.")
         return self._datasets[dataset_id]
 
     def _position(self, dataset_id: str, index: int) -> tuple[_Shelved, int]:

@@ -12,9 +12,10 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, TypeVar
 
-from flexor.config.parse import config_from_flags, to_words
+from flexor.config.parse import code_in, config_from_flags, to_words
 from flexor.config.schema import TrainConfig
 from flexor.core.errors import ConfigError, FlexorError
+from flexor.core.trust import require_trust
 from flexor.core.typed import to_plain
 from flexor.plan.advise import advise
 from flexor.plan.compare import alone
@@ -212,6 +213,7 @@ class _Job:
 
 def _described(request: PlanRequest) -> tuple[TrainConfig, Robot]:
     """The settings with the features of a robot that is described, or of a usual one."""
+    require_trust(code_in(request.settings), "This page")  # who opens the link runs nothing new with it
     config = config_from_flags({**request.settings, "dataset.repo_id": "planned/dataset"})
     sizes = {
         name: value

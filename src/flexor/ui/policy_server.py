@@ -39,7 +39,7 @@ class WatchedServer:
         except HTTPError as error:
             wrong_key = error.code in (401, 403)
             why = (
-                "it wants its key: set FLEXOR_API_KEY and start again"
+                "it requires its key: set FLEXOR_API_KEY and start again"
                 if wrong_key
                 else f"it answers {error.code}"
             )
@@ -47,5 +47,5 @@ class WatchedServer:
         except (OSError, URLError, ValueError, http.client.HTTPException):
             return about | {"problem": "no server answers there"}
         return about | (
-            {"server": status} if isinstance(status, dict) else {"problem": "it is no policy server"}
+            {"server": status} if isinstance(status, dict) else {"problem": "it is not a policy server"}
         )

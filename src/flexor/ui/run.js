@@ -49,11 +49,11 @@ function showRun(place, id) {
 
 function runHead(run) {
   const figures = [
-    ["Success rate", run.success ? `${percent(run.success.rate)}` : null, run.success ? `95 %: ${percent(run.success.low)} to ${percent(run.success.high)}, step ${run.success.step.toLocaleString("en")}` : null],
+    ["Success rate", run.success ? `${percent(run.success.rate)}` : null, run.success ? successNote(run.success) : null],
     ["Loss", run.loss === null || run.loss === undefined ? null : brief(run.loss), null],
     ["Held-out loss, lowest", run.held_out_loss === null ? null : brief(run.held_out_loss), null],
     ["Samples per second", run.samples_per_s ? brief(run.samples_per_s) : null, null],
-    run.live ? ["Time left", run.left_s === null ? null : duration(run.left_s), run.left_s === null ? null : `until ${clock(run.left_s)}`] : ["Took", run.elapsed_s === null ? null : duration(run.elapsed_s), null],
+    run.live ? ["Time left", run.left_s === null ? null : run.left_s < 1 ? "nearly done" : duration(run.left_s), run.left_s === null ? null : `until ${clock(run.left_s)}`] : ["Took", run.elapsed_s === null ? null : duration(run.elapsed_s), null],
   ].filter(([, value]) => value !== null);
   const shown = new Set(["status", "step", "time", "time left"]);
   return [
@@ -65,6 +65,11 @@ function runHead(run) {
     make("div", { class: "figures-row" }, figures.map(([name, value, more]) => make("div", { class: "figure" }, make("span", { class: "soft" }, name), make("b", {}, value), more ? make("small", { class: "soft" }, more) : null))),
     facts(run.facts.filter(([name]) => !shown.has(name) && !/loss|success rate/.test(name))),
   ];
+}
+
+function successNote({ low, high, step }) {
+  const at = `step ${step.toLocaleString("en")}`;
+  return low == null || high == null ? `of the last 20 episodes, ${at}` : `95 %: ${percent(low)} to ${percent(high)}, ${at}`;
 }
 
 function clock(left) {
@@ -80,7 +85,7 @@ function troubles(run) {
       "div",
       { class: finding.alarm ? "finding alarm" : "finding" },
       make("h3", {}, finding.verdict),
-      make("p", {}, `${finding.evidence}.`),
+      make("p", {}, `${sentence(finding.evidence)}.`),
       finding.changes.length ? make("p", { class: "change" }, finding.changes[0]) : null,
       finding.changes.length > 1 || finding.figures.length
         ? make(
@@ -98,7 +103,7 @@ function troubles(run) {
       "div",
       { class: "finding alarm" },
       make("h3", {}, what, step ? make("small", { class: "soft" }, ` step ${step.toLocaleString("en")}`) : null),
-      make("p", {}, evidence),
+      make("p", {}, sentence(evidence)),
       make("p", { class: "change" }, change),
     ),
   );

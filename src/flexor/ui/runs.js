@@ -125,7 +125,7 @@ function runRow(row, selected, toggle) {
   title.className = "run-name";
   if (!row.loaded) return make("div", { class: "run-row", role: "listitem" }, box, make("div", {}, title));
   const result = row.success ? `${percent(row.success.rate)} success` : row.loss === null || row.loss === undefined ? "" : `loss ${brief(row.loss)}`;
-  const where = row.live && row.left_s !== null ? `${duration(row.left_s)} left` : ago(row.updated);
+  const where = row.live && row.left_s !== null ? (row.left_s < 1 ? "nearly done" : `${duration(row.left_s)} left`) : ago(row.updated);
   const about_run = [row.policy, row.dataset?.split("/").pop()].filter(Boolean).join(" · ");
   return make(
     "div",
@@ -223,12 +223,17 @@ function comparison(runs, differences) {
     run.step.toLocaleString("en"),
     brief(run.loss),
     brief(run.held_out_loss),
-    run.success ? `${percent(run.success.rate)} (${percent(run.success.low)} to ${percent(run.success.high)})` : "–",
+    run.success ? percent(run.success.rate) + interval(run.success) : "–",
     brief(run.samples_per_s),
     duration(run.elapsed_s),
     ...differences.map(([, values]) => values[number] ?? "–"),
   ]);
   return card("Compared", dataTable(heads, rows, { numeric: [1, 2, 3, 4, 5, 6] }));
+}
+
+/** Of a success rate, where there is one: " (80 % to 98 %)". */
+function interval({ low, high }) {
+  return low == null || high == null ? "" : ` (${percent(low)} to ${percent(high)})`;
 }
 
 /** The newest videos of each run, the same episode in a row. */
@@ -363,6 +368,7 @@ function plotGrid(group, options = {}) {
       if (plot && plot.key !== key) {
         plot.key = key;
         plot.setLines(lines);
+        plot.hidden = !lines.length;
         showNewest(plot, lines, signal);
       }
     }

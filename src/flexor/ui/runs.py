@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import hashlib
+import math
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from threading import Lock
@@ -157,6 +158,13 @@ class RunShelf:
         with self._lock:
             return [entry.reader.config for entry in self._entries.values() if entry.row]
 
+    def named_configs(self) -> dict[str, tuple[str, dict[str, Any]]]:
+        """The name and the settings of the runs that were read, the newest first."""
+        with self._lock:
+            entries = [(run_id, entry) for run_id, entry in self._entries.items() if entry.row]
+            entries.sort(key=lambda item: -_mtime(item[1].reader.folder))
+            return {run_id: (one_line(e.reader.name), e.reader.config) for run_id, e in entries}
+
     def _notes(self, folder: Path) -> str:
         try:
             return inside(folder, NOTES).read_text(encoding="utf-8", errors="replace")[:LONGEST_NOTES]
@@ -182,7 +190,7 @@ class RunShelf:
     def _entry(self, run_id: str) -> _Entry:
         with_entries = self._entries.get(run_id)
         if with_entries is None:
-            raise NotFound("This run is gone.")
+            raise NotFound("This run no longer exists.")
         return with_entries
 
     def _fresh(self, run_id: str) -> _Entry:
@@ -261,7 +269,7 @@ def _row(reader: RunReader, state: RunState) -> dict[str, Any]:
         "lr": mapping(config.get("optimizer")).get("lr"),
         "loss": values.get("loss"),
         "held_out_loss": lowest[1] if lowest else None,
-        "success": _success(reader, best[0]) if best else None,
+        "success": _success(reader, best[0]) if best else _recent_success(values, state.step),
         "samples_per_s": values.get("samples_per_s"),
         "left_s": state.left_s,
         "elapsed_s": state.elapsed_s,
@@ -275,6 +283,12 @@ def _row(reader: RunReader, state: RunState) -> dict[str, Any]:
 
 def _videos(reader: RunReader) -> list[dict[str, Any]]:
     return [{"name": file.name, "step": file.step} for file in videos_of(reader.folder, reader.videos)]
+
+
+def _recent_success(values: Mapping[str, Any], step: int) -> dict[str, float] | None:
+    """Of a run that learns while it acts: in its last episodes."""
+    rate = values.get("success_rate")
+    return {"step": step, "rate": rate} if isinstance(rate, int | float) and math.isfinite(rate) else None
 
 
 def _extreme(reader: RunReader, name: str, best: Any) -> tuple[float, float] | None:

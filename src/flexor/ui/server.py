@@ -141,7 +141,7 @@ class _Handler(BaseHTTPRequestHandler):
             size = reply.size()
             part = byte_range(self.headers.get("Range"), size)
         except OSError:
-            self._send(json_reply({"error": "This file is gone."}, 404))
+            self._send(json_reply({"error": "This file no longer exists."}, 404))
             return
         except ValueError:
             self._begin(416, reply.kind, 0, {"Content-Range": f"bytes */{size}"})
@@ -170,7 +170,7 @@ class _Handler(BaseHTTPRequestHandler):
 def _result(route: Route, request: Request, content: dict[str, Any] | None) -> Reply | FileReply | LinesReply:
     """What a route returns; its errors as JSON with the text that a person reads."""
     if content is None:
-        return json_reply({"error": "The request is no JSON object."}, 400)
+        return json_reply({"error": "The request is not a JSON object."}, 400)
     try:
         return route(request)
     except (NotFound, UnsafePath) as error:

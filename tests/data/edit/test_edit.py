@@ -122,7 +122,7 @@ def test_shares(originals, tmp_path, shares, expected):
         ({"a": "5"}, "need 5 episodes, but 4 of 4"),
         ({"a": "0:2", "b": "1,3"}, "Episode 1 is in --a and in --b"),
         ({"a": "7,8"}, "has no episodes 7-8"),
-        ({"a": "most"}, "is no part of a dataset"),
+        ({"a": "most"}, "is not a share of a dataset"),
         ({"a": "1.5"}, "a fraction is more than 0"),
         ({"a": "rest", "b": "rest"}, "Only one"),
         ({"a/b": "0.5"}, "name of a folder"),

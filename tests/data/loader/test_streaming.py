@@ -184,7 +184,7 @@ def test_the_order_of_a_run_is_written_down_and_kept(root):
 
 
 def test_auto_takes_what_has_room_and_says_so(root, caplog):
-    with caplog.at_level(logging.INFO, "flexor"):
+    with caplog.at_level(logging.DEBUG, "flexor"):
         assert load(root, tier="auto").tier == "ram"
         assert "of frames in memory" in caplog.text
         assert load(root, tier="auto", cache={"gb": 1e-6}).tier == "stream"

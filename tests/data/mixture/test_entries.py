@@ -94,7 +94,7 @@ def test_names_in_a_file_and_a_list_as_a_flag(tmp_path):
         (["--dataset.repo_id=[a, b]", "--dataset.weights=[3]"], r"1 weights, but there are 2 datasets"),
         (["--dataset.mix=[{root: x}, {root: y}]", "--dataset.weights=3"], r"1 weights, but there are 2"),
         (["--dataset.repo_id=a,b", "--dataset.weights=1,0"], r"dataset.weights=.* must be more than 0"),
-        (["--dataset.repo_id=a,b", "--dataset.save_stats_of=c"], r"c is none of the datasets: a, b"),
+        (["--dataset.repo_id=a,b", "--dataset.save_stats_of=c"], r"c is not one of the datasets: a, b"),
         (["--dataset.repo_id=a,,b"], "without a name"),
         (["--dataset.mix=[]"], "empty list"),
         (["--dataset.mix=[{weight: 1}]"], "names no dataset"),

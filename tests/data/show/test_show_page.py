@@ -24,6 +24,7 @@ from support.browser import Browser, find_browser
 from support.damage import truncate
 from support.faulty_arm import glitch, write_arm
 from support.small_datasets import SIDE, STILL, TOP, write
+from support.ui_pages import check_page
 
 HOSTILE = "</script><script>window.hacked = 1</script><img src=x onerror='window.hacked = 1'> & \"push\""
 AXES = ["height", "width", "channels"]
@@ -101,6 +102,12 @@ def test_the_page_shows_the_data(browser: Browser, sample: Path, tmp_path: Path,
         "rgb(255, 255, 255)" if dark else "rgb(22, 24, 28)"
     )
     assert browser.errors == [] and browser.requests == [(tmp_path / "page.html").as_uri()]
+
+
+def test_every_width_light_and_dark(browser: Browser, sample: Path, tmp_path: Path):
+    opened(browser, sample, tmp_path / "page.html", False)
+    address = (tmp_path / "page.html").as_uri()
+    check_page(browser, address, "document.querySelectorAll('.curves path').length > 0")
 
 
 def test_zoom_of_an_episode(browser: Browser, sample: Path, tmp_path: Path):

@@ -246,8 +246,8 @@ def test_local_things_are_refused(hub, tmp_path, monkeypatch):
     for arguments, message in [
         (["--", f"--dataset.root={tmp_path}"], "flexor data push .* USER/NAME"),
         (["--", f"--dataset.root=file://{tmp_path}"], "on this machine"),
-        (["--package=flexor.whl", "--", PENS], "--package=flexor.whl is no wheel: .*pip wheel"),
-        (["--package=.", "--", PENS], "--package=. is no wheel"),
+        (["--package=flexor.whl", "--", PENS], "--package=flexor.whl is not a wheel: .*pip wheel"),
+        (["--package=.", "--", PENS], "--package=. is not a wheel"),
         (["--", "--dataset.root=https://ann:secret@host/pens"], r"https://\*\*\*@host/pens has a password"),
         (["--env=HTTPS_PROXY=http://ann:secret@proxy", "--", PENS], r"http://\*\*\*@proxy has a password"),
         (["--", "--resume=true", PENS], "leave out --resume"),

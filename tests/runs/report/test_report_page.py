@@ -22,6 +22,7 @@ from flexor.runs.report.settings import differing, flat_settings
 from flexor.runs.series import Series
 from support.browser import Browser, find_browser
 from support.run_folders import add_checkpoint, add_lines, report, write_run
+from support.ui_pages import check_page
 
 HOSTILE = "</script><script>window.hacked = 1</script><img src=x onerror='window.hacked = 1'>"
 GREY = [np.full((32, 32, 3), 8 * number, np.uint8) for number in range(20)]
@@ -285,6 +286,12 @@ def test_it_prints_on_a_few_pages_with_all_curves(browser: Browser, tmp_path: Pa
     pdf = base64.b64decode(browser._send("Page.printToPDF")["data"])
     assert browser.run(hidden) == 0
     assert 1 <= len(re.findall(rb"/Type\s*/Page\b", pdf)) <= 6 and browser.errors == []
+
+
+def test_every_width_light_and_dark(browser: Browser, tmp_path: Path):
+    runs, page = [full_run(tmp_path / name) for name in ("one", "two")], tmp_path / "page.html"
+    write_report(runs, page)
+    check_page(browser, page.as_uri(), "document.querySelectorAll('.lines svg').length > 0")
 
 
 def test_a_run_that_has_reported_nothing(browser: Browser, tmp_path: Path):

@@ -53,7 +53,7 @@ def _kind(name: str, text: str) -> str:
         return "fraction"
     if text.startswith(("@", "[")) or re.fullmatch(r"[0-9:, ]+", text):
         return "list"
-    raise ConfigError(f"--{name}={text} is no part of a dataset. {HOW}")
+    raise ConfigError(f"--{name}={text} is not a share of a dataset. {HOW}")
 
 
 def _counts(shares: Mapping[str, str], kinds: Mapping[str, str], total: int, free: int) -> dict[str, int]:

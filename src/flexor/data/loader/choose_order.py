@@ -73,7 +73,7 @@ def choose_order(
     else:
         pool = pool_budget(settings.cache, lanes * pool_samples * size / POOL_FILL)
     order = replace(order, unit=unit, lanes=lanes, pool=pool_samples)
-    log.info(
+    log.debug(
         "%d samples in %d decode units; shuffling %d lanes with a pool of %d samples each%s, %s",
         *(samples, count, lanes, pool_samples),
         *(" in the first epoch" if order.kind != "streaming" else "", gigabytes(pool)),

@@ -201,7 +201,7 @@ def open_tier(
     where = {"ram": "in memory", "disk": f"in {disk_folder()}", "gpu": "on the GPU"}[tier]
     cached = all(cache.count >= count for cache in store.caches.values())
     when = "all are cached already" if cached else "each frame is decoded once, when it is first needed"
-    log.info("caching %s of frames %s; %s", gigabytes(need), where, when)
+    log.debug("caching %s of frames %s; %s", gigabytes(need), where, when)
     return tier
 
 

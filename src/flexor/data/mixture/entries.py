@@ -54,7 +54,7 @@ def check_entries(config: DatasetConfig) -> None:
     names = [str(entry.name) for entry in entries]
     if config.save_stats_of is not None and config.save_stats_of not in names:
         raise ConfigError(
-            f"dataset.save_stats_of={config.save_stats_of} is none of the datasets: {', '.join(names)}."
+            f"dataset.save_stats_of={config.save_stats_of} is not one of the datasets: {', '.join(names)}."
         )
 
 

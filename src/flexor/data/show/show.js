@@ -141,7 +141,7 @@ const flagged = new Set(data.check.groups.flatMap((group) => group.episodes.map(
 
 function episodeSection() {
   const cards = data.episodes.map(episodeCard);
-  const search = make("input", { type: "search", placeholder: "episode number, or words of its task", id: "search" });
+  const search = make("input", { type: "search", placeholder: "episode number, or words of its task", id: "search", "aria-label": "filter episodes" });
   const onlyBad = make("input", { type: "checkbox", id: "only-problems" });
   const count = make("span", { class: "soft", id: "count" });
   const filter = () => {

@@ -98,7 +98,7 @@ function inputSection() {
   return section(
     "inputs",
     "What the policy looks at",
-    data.inputs.length ? make("table", {}, make("tr", {}, heads), rows) : make("p", { class: "soft" }, "Not measured."),
+    data.inputs.length ? make("div", { class: "scroll" }, make("table", {}, make("tr", {}, heads), rows)) : make("p", { class: "soft" }, "Not measured."),
     make("p", { class: "soft" }, note),
   );
 }

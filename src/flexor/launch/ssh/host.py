@@ -31,7 +31,7 @@ class Unreachable(FlexorError):
 class SshHost:
     def __init__(self, address: str, options: Sequence[str] = ()):
         if address.startswith("-") or not address.strip():
-            raise ConfigError(f"{address!r} is no host: give USER@HOST, or a name in ~/.ssh/config.")
+            raise ConfigError(f"{address!r} is not a host: give USER@HOST, or a name in ~/.ssh/config.")
         self.address = address
         self.ssh = ["ssh", *OPTIONS, *options, address]
 

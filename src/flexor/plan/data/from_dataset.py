@@ -34,6 +34,7 @@ def facts_of(dataset: Dataset, cameras: Sequence[str], deltas: Mapping[str, Sequ
         cameras=tuple(_camera(dataset, name, len(deltas.get(name, [0]))) for name in cameras),
         row_bytes=round(rows),
         file_bytes=dataset.video_bytes,
+        fps=dataset.fps,
     )
 
 

@@ -70,6 +70,8 @@ class Data:
     """Bytes of a row in memory, without its images."""
     file_bytes: int = 0
     """Bytes of all its files."""
+    fps: float | None = None
+    """Its time steps per second, if it was recorded already."""
 
     def scaled(self, cache: CacheConfig) -> Data:
         """The same data with the image size of `dataset.cache.size`."""

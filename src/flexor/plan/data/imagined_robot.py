@@ -34,10 +34,9 @@ class Robot:
         return policy
 
     def describe(self) -> str:
-        return (
-            f"{self.cameras} camera(s) of {self.height}x{self.width}, a state of {self.state} values, "
-            f"actions of {self.action} values"
-        )
+        cameras = "1 camera" if self.cameras == 1 else f"{self.cameras} cameras"
+        size = f"{self.height}x{self.width}"
+        return f"{cameras} of {size}, a state of {self.state} values, actions of {self.action} values"
 
 
 USUAL = (

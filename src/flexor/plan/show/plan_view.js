@@ -89,13 +89,15 @@ function largestParts(parts, least) {
   return rest > 0 ? [...large, ["other parts", rest]] : large;
 }
 
+const PHASES = { forward: "the forward pass", backward: "the backward pass", optimizer: "the optimizer's step", batch: "loading a batch" };
+
 function planMemory(plan) {
   const parts = Object.entries(plan.memory)
     .filter(([name, size]) => name.endsWith("_bytes") && !MEMORY_TOTALS.includes(name) && size > 0)
     .map(([name, size]) => [PART_NAMES[name.replace("_bytes", "")] ?? name.replace("_bytes", "").replace(/_/g, " "), size]);
   const limit = { size: plan.memory.gpu_bytes, text: `${plan.gpu}: ${gigabytes(plan.memory.gpu_bytes)}` };
-  const where = plan.memory.peak_module ? `${plan.memory.peak_phase}, in ${plan.memory.peak_module}` : plan.memory.peak_phase;
-  return card("Memory of each GPU", partsBar("memory", largestParts(parts, 0.01 * plan.memory.peak_bytes), gigabytes, limit), make("p", { class: "soft" }, `The peak is in: ${where}.`));
+  const where = (PHASES[plan.memory.peak_phase] ?? plan.memory.peak_phase) + (plan.memory.peak_module ? `, ${plan.memory.peak_module}` : "");
+  return card("Memory of each GPU", partsBar("memory", largestParts(parts, 0.01 * plan.memory.peak_bytes), gigabytes, limit), make("p", { class: "soft" }, `Memory is highest in ${where}.`));
 }
 
 function planStep(plan) {
@@ -158,7 +160,8 @@ function choiceMarks(choices) {
 function planScatter(choices, chosen) {
   const priced = fittingChoices(choices).filter((choice) => choice.rent_usd);
   if (priced.length < 2) return null;
-  const [width, height] = [760, 380];
+  const narrow = innerWidth < 700; // then letters stay as large as on a wide screen, and only marks have labels
+  const [width, height] = [narrow ? Math.max(innerWidth - 32, 320) : 760, 380];
   const margin = { left: 62, right: 120, top: 16, bottom: 40 };
   const span = (values) => {
     const logs = values.map(Math.log10);
@@ -183,14 +186,14 @@ function planScatter(choices, chosen) {
   svg.append(draw("text", { x: width - margin.right, y: height - 6, "text-anchor": "end" }, "time of the run"), draw("text", { x: 4, y: 12 }, "USD"));
   const best = bestChoices(choices);
   const marks = choiceMarks(choices);
-  const labels = new LabelPlaces();
+  const labels = new LabelPlaces(width, best.filter((choice) => choice.rent_usd).map((choice) => [x(choice.run_s), y(choice.rent_usd)]));
   for (const choice of [...priced].sort((a, b) => best.includes(a) - best.includes(b))) {
     const front = best.includes(choice);
     const title = draw("title", {}, `${choiceName(choice)}: ${duration(choice.run_s)}, ${dollars(choice.rent_usd)} USD`);
     svg.append(draw("circle", { class: front ? "front" : "point", cx: x(choice.run_s), cy: y(choice.rent_usd), r: front ? 5 : 3.5 }, title));
     if (chosen && choice.gpu === chosen.gpu && choice.gpus === chosen.gpus) svg.append(draw("circle", { class: "chosen", cx: x(choice.run_s), cy: y(choice.rent_usd), r: 9 }));
   }
-  const named = [...marks.keys(), ...best.filter((choice) => !marks.has(choice))];
+  const named = [...marks.keys(), ...(narrow ? [] : best.filter((choice) => !marks.has(choice)))];
   for (const choice of named) {
     const text = [choiceName(choice), marks.get(choice)].filter(Boolean).join(", ");
     const place = labels.place(x(choice.run_s), y(choice.rent_usd), text.length * 6.1);
@@ -201,8 +204,9 @@ function planScatter(choices, chosen) {
 
 /** Places for labels beside points, that do not cover each other. */
 class LabelPlaces {
-  constructor() {
-    this.boxes = [];
+  constructor(width, points) {
+    this.width = width;
+    this.boxes = points.map(([x, y]) => [x - 5, y + 4, 10]);
   }
 
   place(x, y, wide) {
@@ -215,7 +219,7 @@ class LabelPlaces {
       [x - wide / 2, y - 12],
       [x - wide / 2, y + 20],
     ];
-    const found = tries.find(([left, base]) => left > 2 && left + wide < 758 && base > 12 && !this.boxes.some((box) => left < box[0] + box[2] && box[0] < left + wide && Math.abs(base - box[1]) < 13));
+    const found = tries.find(([left, base]) => left > 2 && left + wide < this.width - 2 && base > 12 && !this.boxes.some((box) => left < box[0] + box[2] && box[0] < left + wide && Math.abs(base - box[1]) < 13));
     if (!found) return null;
     this.boxes.push([...found, wide]);
     return { x: found[0], y: found[1] };

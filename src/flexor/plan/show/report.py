@@ -61,7 +61,7 @@ def answer(study: Comparison) -> str:
     if not plan.fits and study.remedy:
         lines.append(f"It would fit with {' '.join(change.setting for change in study.remedy)}.")
     elif not plan.fits:
-        lines.append("None of the known changes makes it fit.")
+        lines.append("No change that Flexor knows makes it fit.")
     return "\n".join(lines)
 
 

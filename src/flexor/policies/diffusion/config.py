@@ -5,10 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
+from torch import Tensor
+
 from flexor.core.batch import ENV_STATE
 from flexor.core.errors import ConfigError
+from flexor.core.rng import NoiseSource
 from flexor.policies.calibration import Calibration
-from flexor.policies.nn.camera import VisionSettings
+from flexor.policies.nn.camera import VisionSettings, resize_and_crop
 from flexor.policies.nn.denoising import DenoisingConfig
 
 
@@ -94,6 +97,13 @@ class DiffusionConfig(VisionSettings, DenoisingConfig):
         if self.resize_shape:
             shapes = dict.fromkeys(shapes, (3, *self.resize_shape))
         self.check_vision(shapes)
+
+    def view_images(self, images: Tensor, camera: str, noise: NoiseSource | None = None) -> Tensor:
+        name = f"crop{[*self.images].index(camera)}" if self.use_separate_rgb_encoder_per_camera else "crop"
+        random = noise if self.crop_is_random else None
+        return resize_and_crop(images, self.resize_shape, self.crop, random, name).unflatten(
+            0, images.shape[:-3]
+        )
 
     @property
     def crop(self) -> tuple[int, int] | None:

@@ -5,8 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
+from torch import Tensor
+
 from flexor.core.errors import ConfigError
+from flexor.core.rng import NoiseSource
 from flexor.policies.base import MOST_DROPOUT
+from flexor.policies.nn.camera import resize_and_crop
 from flexor.policies.nn.denoising import DenoisingConfig
 from flexor.policies.processing.pipeline import ProcessingStep, Stats
 from flexor.policies.processing.tokenize import Tokenize
@@ -138,6 +142,12 @@ class MultiTaskDiTConfig(DenoisingConfig):
         """Height and width of images before they are cropped."""
         height, width = next(iter(self.images.values())).shape[1:]
         return self.image_resize_shape or (height, width)
+
+    def view_images(self, images: Tensor, camera: str, noise: NoiseSource | None = None) -> Tensor:
+        number = [*self.images].index(camera) if self.use_separate_rgb_encoder_per_camera else 0
+        random = noise if self.image_crop_is_random else None
+        sized = resize_and_crop(images, self.resized, self.crop, random, f"crop{number}")
+        return sized.unflatten(0, images.shape[:-3])
 
     @property
     def crop(self) -> Size | None:

@@ -12,7 +12,6 @@ from __future__ import annotations
 from functools import partial
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from flexor.core.batch import IMAGE_FEATURES, STATE, Batch
@@ -24,7 +23,7 @@ from flexor.policies.image_encoder import ImageEncoder
 from flexor.policies.multi_task_dit.clip import ClipText, ClipVision
 from flexor.policies.multi_task_dit.config import MultiTaskDiTConfig
 from flexor.policies.multi_task_dit.transformer import DiffusionTransformer
-from flexor.policies.nn.camera import center_crop, random_crop
+from flexor.policies.nn.camera import resize_and_crop
 from flexor.policies.nn.denoising import DenoisingPolicy
 from flexor.policies.nn.diffusion import DiffusionSchedule
 from flexor.policies.nn.flow import FlowMatching
@@ -177,22 +176,11 @@ class ObservationEncoder(nn.Module):
         """CLIP's vectors [B, D] of a camera's images [B, 3, H, W], cropped in the centre."""
         encoders = self.vision()
         encoder = encoders[self.cameras.index(camera) if len(encoders) > 1 else 0]
-        resized = self._resize(images)
-        return encoder(resized if self.config.crop is None else center_crop(resized, self.config.crop))
+        return encoder(resize_and_crop(images, self.config.resized, self.config.crop, None))
 
     def _resize_and_crop(self, images: Tensor, noise: NoiseSource, name: str) -> Tensor:
         """Images [B, N, 3, H, W] in the input size of CLIP."""
         config = self.config
-        images = self._resize(images.flatten(0, 1)).unflatten(0, images.shape[:2])
-        if config.crop is None:
-            return images
-        if self.training and config.image_crop_is_random:
-            return random_crop(images, config.crop, noise, name)
-        return center_crop(images, config.crop)
-
-    def _resize(self, images: Tensor) -> Tensor:
-        """Images [N, 3, H, W] before they are cropped."""
-        size = self.config.resized
-        if tuple(images.shape[-2:]) == size:
-            return images
-        return F.interpolate(images, size, mode="bilinear", antialias=True)
+        random = noise if self.training and config.image_crop_is_random else None
+        sized = resize_and_crop(images, config.resized, config.crop, random, name)
+        return sized.unflatten(0, images.shape[:2])

@@ -113,15 +113,9 @@ class RgbEncoder(nn.Module):
 
     def forward(self, images: Tensor, noise: NoiseSource, name: str = "crop") -> Tensor:
         """In training, `noise` under `name` gives the crop's position: the same for all images of a sample."""
-        batch, middle, size = len(images), images.shape[1:-3], images.shape[-2:]
-        crop = self.settings.crop
-        x = images.flatten(0, -4)  # [B * ..., 3, H, W]
-        if self.resize is not None and self.resize != tuple(size):
-            x = F.interpolate(x, self.resize, mode="bilinear", align_corners=False, antialias=True)
-        if crop is not None and self.settings.crop_is_random and self.training:
-            x = random_crop(x.unflatten(0, (batch, -1)), crop, noise, name).flatten(0, 1)
-        elif crop is not None:
-            x = center_crop(x, crop)
+        batch, middle = len(images), images.shape[1:-3]
+        random = self.settings.crop_is_random and self.training
+        x = resize_and_crop(images, self.resize, self.settings.crop, noise if random else None, name)
         keypoints = self.pool(self.backbone(x)).flatten(1)
         return F.relu(self.out(keypoints)).unflatten(0, (batch, *middle))
 
@@ -148,6 +142,18 @@ def warn_single_pixel(height: int, width: int) -> None:
 
 def group_norm_of_16(channels: int) -> nn.Module:
     return nn.GroupNorm(channels // 16, channels)
+
+
+def resize_and_crop(
+    images: Tensor, resize: Size | None, crop: Size | None, noise: NoiseSource | None, name: str = "crop"
+) -> Tensor:
+    """Images [B, ..., 3, H, W] -> [B * ..., 3, h, w]: cropped at random if there is `noise`, else in the centre."""
+    x = images.flatten(0, -4)  # [B * ..., 3, H, W]
+    if resize is not None and resize != tuple(images.shape[-2:]):
+        x = F.interpolate(x, resize, mode="bilinear", align_corners=False, antialias=True)
+    if crop is not None and noise is not None:
+        return random_crop(x.unflatten(0, (len(images), -1)), crop, noise, name).flatten(0, 1)
+    return x if crop is None else center_crop(x, crop)
 
 
 def center_crop(x: Tensor, size: Size) -> Tensor:

@@ -8,13 +8,16 @@ from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, Literal, Self
 
 import torch
+from torch import Tensor
 
 from flexor.core.errors import ConfigError
+from flexor.core.rng import NoiseSource
 from flexor.core.typed import setting
 from flexor.policies.calibration import Calibration
 from flexor.policies.cross_embodiment import EmptyCamerasConfig
 from flexor.policies.features import Kind, Normalization
 from flexor.policies.nn.adam import FineTuningSettings
+from flexor.policies.nn.resize import resize_with_padding
 from flexor.policies.processing.pipeline import ProcessingStep, Stats
 from flexor.policies.processing.prompt import AddNewLine
 from flexor.policies.processing.tokenize import Tokenize
@@ -153,6 +156,10 @@ class SmolVLAConfig(FineTuningSettings, EmptyCamerasConfig):
     @property
     def stores_frozen_in_bf16(self) -> bool:
         return True
+
+    def view_images(self, images: Tensor, camera: str, noise: NoiseSource | None = None) -> Tensor:
+        resize = self.resize_imgs_with_padding  # width, height
+        return images if resize is None else resize_with_padding(images, resize[1], resize[0], "left-top")
 
     @property
     def resizes_images(self) -> bool:

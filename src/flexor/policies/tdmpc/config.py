@@ -5,10 +5,14 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
+from torch import Tensor
+
 from flexor.core.batch import ENV_STATE, STATE
 from flexor.core.errors import ConfigError
+from flexor.core.rng import NoiseSource
 from flexor.policies.base import Calibration, PolicyConfig
 from flexor.policies.features import Kind, Normalization
+from flexor.policies.nn.camera import random_crop
 
 
 @dataclass
@@ -141,6 +145,14 @@ class TDMPCConfig(PolicyConfig):
                     f"{name} is {list(feature.shape[-2:])}, but TD-MPC requires square images: resize them, "
                     "for example with --dataset.cache.size=64x64."
                 )
+
+    def view_images(self, images: Tensor, camera: str, noise: NoiseSource | None = None) -> Tensor:
+        """Shifted by a few pixels in training, each image of [B, T, C, S, S] independently; the border is repeated."""
+        size = images.shape[-2], images.shape[-1]
+        pad = round(self.max_random_shift_ratio * size[0])
+        if pad == 0 or noise is None:
+            return images
+        return random_crop(images, size, noise, "shift", pad, together=False).contiguous()
 
     def optimizer_preset(self) -> dict[str, Any]:
         return {"type": "adam", "lr": self.optimizer_lr}

@@ -23,7 +23,6 @@ from flexor.core.rng import NoiseSource
 from flexor.core.tensors import local
 from flexor.policies.base import Loss, Policy
 from flexor.policies.features import PolicyFeature
-from flexor.policies.nn.camera import random_crop
 from flexor.policies.tdmpc.config import TDMPCConfig
 from flexor.policies.tdmpc.mppi import lower_of_two, plan
 from flexor.policies.tdmpc.world_model import LatentWorld
@@ -65,7 +64,7 @@ class TDMPC(Policy):
         config, model = self.config, self.model
         actions, rewards = batch[ACTION], batch[REWARD]  # [B, H, A], [B, H]
         observed = {key: batch[key] for key in config.observed}  # [B, H + 1, ...]
-        observed |= {key: self._shift(observed[key], noise) for key in config.images}
+        observed |= {key: config.view_images(observed[key], key, noise) for key in config.images}
         first = {key: value[:, 0] for key, value in observed.items()}
         following = {key: value[:, 1:].contiguous() for key, value in observed.items()}  # for two models
 
@@ -117,14 +116,6 @@ class TDMPC(Policy):
             value=lower_of_two(q_values, noise, "critics/value"),
             preference=(config.advantage_scaling * advantage).exp().clamp(max=LARGEST_PREFERENCE),
         )
-
-    def _shift(self, images: Tensor, noise: NoiseSource) -> Tensor:
-        """Shift each image of [B, T, C, S, S] by a few pixels, independently; the border is repeated."""
-        size = images.shape[-2], images.shape[-1]
-        pad = round(self.config.max_random_shift_ratio * size[0])
-        if pad == 0:
-            return images
-        return random_crop(images, size, noise, "shift", pad, together=False).contiguous()
 
     def _valid(self, batch: Batch) -> tuple[Tensor, Tensor, Tensor]:
         """Masks [B, H] of steps within the episode: by start and action, by next observation, by reward."""

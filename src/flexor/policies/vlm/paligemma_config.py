@@ -5,11 +5,15 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal
 
+from torch import Tensor
+
 from flexor.core.errors import ConfigError
 from flexor.core.log import log
+from flexor.core.rng import NoiseSource
 from flexor.policies.cross_embodiment import EmptyCamerasConfig
 from flexor.policies.features import Kind, Normalization
 from flexor.policies.nn.adam import FineTuningSettings
+from flexor.policies.nn.resize import resize_with_padding
 from flexor.policies.processing.normalize import Normalize, Unnormalize
 from flexor.policies.processing.pipeline import ProcessingStep, Stats
 from flexor.policies.processing.relative_actions import RelativeActionSettings
@@ -98,6 +102,9 @@ class PaliGemmaConfig(FineTuningSettings, RelativeActionSettings, EmptyCamerasCo
             "policy.load_vlm_weights=false: the vision-language model starts with random weights%s",
             f", and policy.{frozen[0]}=true never trains all of them" if frozen else "",
         )
+
+    def view_images(self, images: Tensor, camera: str, noise: NoiseSource | None = None) -> Tensor:
+        return resize_with_padding(images, *self.image_resolution, "centre")
 
     def normalizer(self, stats: Stats) -> Normalize:
         return Normalize({**self.input_features, **self.output_features}, self.normalization_mapping, stats)

@@ -5,12 +5,15 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
+from torch import Tensor
+
 from flexor.core.batch import STATE
 from flexor.core.errors import ConfigError
+from flexor.core.rng import NoiseSource
 from flexor.policies.base import MOST_DROPOUT, Calibration, PolicyConfig
 from flexor.policies.features import Kind, Normalization
 from flexor.policies.nn.adam import AdamSettings
-from flexor.policies.nn.camera import VisionSettings
+from flexor.policies.nn.camera import VisionSettings, resize_and_crop
 
 TOKENS_PER_STEP = 3  # image, state, and an action query
 
@@ -120,6 +123,10 @@ class VQBeTConfig(VisionSettings, AdamSettings, PolicyConfig):
     def chunks(self) -> int:
         """Number of chunks predicted per sample: one per observation, and the future ones."""
         return self.n_obs_steps + self.n_action_pred_token - 1
+
+    def view_images(self, images: Tensor, camera: str, noise: NoiseSource | None = None) -> Tensor:
+        random = noise if self.crop_is_random else None
+        return resize_and_crop(images, None, self.crop, random).unflatten(0, images.shape[:-3])
 
     @property
     def action_deltas(self) -> list[int]:

@@ -8,20 +8,30 @@ from typing import Any, ClassVar, Literal, Self
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from flexor.core.batch import ACTION, DATASET_NUMBER, STATE
 from flexor.core.errors import ConfigError
 from flexor.core.log import log
+from flexor.core.rng import NoiseSource
 from flexor.core.typed import setting
 from flexor.policies.base import MOST_DROPOUT
 from flexor.policies.cross_embodiment import EmptyCamerasConfig, Features
 from flexor.policies.features import Kind, Normalization, PolicyFeature
 from flexor.policies.nn.adam import FineTuningSettings
+from flexor.policies.nn.resize import resize_with_padding
 from flexor.policies.processing.pipeline import ProcessingStep, Stats
 from flexor.policies.processing.tokenize import Tokenize
 from flexor.policies.vlm.florence_size import FLORENCE_2_LARGE, FlorenceSize, read_florence
 from flexor.policies.xvla.action_spaces import AUTO, ActionSpace, action_space
-from flexor.policies.xvla.processing import DOMAIN, IMAGES, AddDomainId, ImageNetNormalize, ImageToFloat
+from flexor.policies.xvla.processing import (
+    DOMAIN,
+    IMAGENET_MEAN,
+    IMAGES,
+    AddDomainId,
+    ImageNetNormalize,
+    ImageToFloat,
+)
 
 FLORENCE = "policy.florence_config"
 
@@ -254,6 +264,11 @@ class XVLAConfig(FineTuningSettings, EmptyCamerasConfig):
     @property
     def observed(self) -> Features:
         return {name: f for name, f in super().observed.items() if name != STATE or self.use_proprio}
+
+    def view_images(self, images: Tensor, camera: str, noise: NoiseSource | None = None) -> Tensor:
+        size = self.resize_imgs_with_padding
+        grey = sum(IMAGENET_MEAN) / len(IMAGENET_MEAN)
+        return images if size is None else resize_with_padding(images, *size, "left-top", grey)
 
     @property
     def resizes_images(self) -> bool:

@@ -19,6 +19,8 @@ def flat_settings(config: Mapping[str, Any], prefix: str = "") -> dict[str, str]
 
 
 def _text(value: object) -> str:
+    if isinstance(value, float):
+        return f"{value:.9g}"  # 0.0003, whatever arithmetic it is the result of
     return value if isinstance(value, str) else json.dumps(value, default=str)
 
 

@@ -165,7 +165,7 @@ def _move_away(last: Path) -> None:
         _remove(last)
     else:
         target = next(t for n in itertools.count(1) if not (t := last.with_name(f"{LAST}.copy-{n}")).exists())
-        warning = "%s is a folder, not a link, and no copy of a checkpoint here: renamed to %s"
+        warning = "%s is a folder, not a link, and not a copy of a checkpoint here: renamed to %s"
         log.warning(warning, last, target.name)
         last.rename(target)
 
