@@ -55,7 +55,9 @@ def test_what_is_not_finite_stays_so(bad):
     x = torch.randn(16, 16)
     x[3, 5] = bad
     matrix = cast(x, largest_magnitudes(x), E4M3)
-    out = product(matrix.straight, matrix.straight, (matrix.inverse_scale,) * 2, torch.float32, exact_sums=True)
+    out = product(
+        matrix.straight, matrix.straight, (matrix.inverse_scale,) * 2, torch.float32, exact_sums=True
+    )
     assert out[3].isnan().all()
 
 
@@ -81,7 +83,7 @@ def test_a_plan_has_the_shapes_of_the_kernels():
     assert planned.transposed.dtype == E5M2 and not cast(x, maxima, E4M3, straight=False).straight.numel()
 
 
-SHAPES = [(16, 16), (1, 16), (300, 176), (129, 64), (1000, 48)]
+SHAPES = [(1, 16), (300, 176), (129, 64)]
 
 
 def kernels(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, ...]:

@@ -16,7 +16,10 @@ from torch import Tensor
 from flexor.kernels.fp8 import E4M3, LARGEST, MOST_EXPONENT, MOST_MAXIMA, padded, parts_of
 
 VALUES = 2048  # that a program reads at once
-TILE_ROWS, TILE_COLUMNS = 128, 64  # 128 bytes of each row and column of the result, 128 of each row of x in bfloat16
+TILE_ROWS, TILE_COLUMNS = (
+    128,
+    64,
+)  # 128 bytes of each row and column of the result, 128 of each row of x in bfloat16
 WARPS = 8
 MOST_POWER = tl.constexpr(MOST_EXPONENT)
 
@@ -59,9 +62,7 @@ def _cast(
     inside = (row < rows) & (column < columns)
     values = tl.load(x + row * columns + column, mask=inside, other=0.0).to(tl.float32) * scale
     if STRAIGHT:
-        tl.store(
-            straight + row * columns + column, values.to(straight.dtype.element_ty), mask=inside
-        )
+        tl.store(straight + row * columns + column, values.to(straight.dtype.element_ty), mask=inside)
     if TRANSPOSED:
         # rows beyond those of x are zero
         values = tl.where(inside, values, 0.0).to(transposed.dtype.element_ty)
