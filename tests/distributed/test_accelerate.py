@@ -244,7 +244,6 @@ def told_by_deepspeed(name: str, value: str) -> dict[str, str]:
 
 
 UNSUPPORTED = {
-    "mixed_precision: fp8": {"ACCELERATE_MIXED_PRECISION": "fp8"},
     "zero_stage: 3": told_by_deepspeed("ZERO_STAGE", "3"),
     "offload_optimizer": told_by_deepspeed("OFFLOAD_OPTIMIZER_DEVICE", "cpu"),
     "distributed_type: MEGATRON_LM": {"ACCELERATE_USE_MEGATRON_LM": "true"},
@@ -258,6 +257,17 @@ def test_what_is_not_done_here_is_refused(setting, lowdim, monkeypatch):
     for key, value in {**told(*FSDP2), **UNSUPPORTED[setting]}.items():
         monkeypatch.setenv(key, value)
     with pytest.raises(ConfigError, match=setting):
+        load_config([f"--dataset.root={lowdim}"])
+
+
+def test_fp8_is_for_whole_models(lowdim, monkeypatch):
+    for key, value in told("--multi_gpu", "--mixed_precision=fp8").items():
+        monkeypatch.setenv(key, value)
+    assert load_config([f"--dataset.root={lowdim}"]).precision == "fp8"
+    monkeypatch.undo()
+    for key, value in told(*FSDP2, "--mixed_precision=fp8").items():
+        monkeypatch.setenv(key, value)
+    with pytest.raises(ConfigError, match="precision=fp8 does not work with parallel.strategy=fsdp"):
         load_config([f"--dataset.root={lowdim}"])
 
 

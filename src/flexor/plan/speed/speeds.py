@@ -40,9 +40,12 @@ UNITS = {
     torch.float8_e4m3fn: "fp8",
     torch.float8_e5m2: "fp8",
 }
+# Operations in fp8, none of which was measured yet, and the one whose samples serve instead, relative to its limit.
 ALIKE = {
-    "_scaled_mm": ("mm", "bfloat16")
-}  # whose samples serve for operations that have none, relative to the limit
+    "_scaled_mm": ("mm", "bfloat16"),
+    "flexor::fp8_cast": ("_to_copy", "float32"),
+    "flexor::fp8_maxima": ("_to_copy", "float32"),
+}
 KIND = "any of this kind"  # a kind may have the name of one of its operations
 LAYOUTS: tuple[Layout, ...] = ("", "nhwc", "to nhwc")
 GAP = 1e-6  # GPU seconds between two kernels of a CUDA graph, if it was not measured
