@@ -1,4 +1,4 @@
-"""Matrices in fp8: scaled so that nothing overflows, cast with one rounding, and the kernels' bits are those of torch."""
+"""Matrices in fp8: scaled so that nothing overflows, rounded once, and the kernels' bits are those of torch."""
 
 import math
 import os

@@ -91,5 +91,5 @@ def test_other_gpus_are_refused_and_left_out_of_comparisons():
 
 
 def test_policies_without_wide_layers_are_refused():
-    with pytest.raises(ConfigError, match="policy.type=act has no linear layers"):
+    with pytest.raises(ConfigError, match="=act has no linear layers"):
         plan_memory(settings("act", precision="fp8"), Gpu(), 2)

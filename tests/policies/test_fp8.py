@@ -1,4 +1,4 @@
-"""Layers in fp8: which layers, how far from exact, what they keep for the backward pass, and where they are as before."""
+"""Layers in fp8: which they are, how far from exact, what they keep for the backward pass."""
 
 import copy
 
@@ -92,9 +92,9 @@ def kept_for_backward(*layers: nn.Module) -> dict[tuple[int, ...], torch.dtype]:
         return tensor
 
     x = torch.randn(300, 96, requires_grad=True) * 1.0  # as between two layers
-    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-        with torch.autocast("cpu", torch.bfloat16):
-            outs = [layer(x) for layer in layers]
+    hooks = torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor)
+    with hooks, torch.autocast("cpu", torch.bfloat16):
+        outs = [layer(x) for layer in layers]
     assert len(outs) == len(layers)
     return {tuple(t.shape): t.dtype for t in kept.values() if t.numel() > 1000}
 

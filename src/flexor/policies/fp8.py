@@ -22,10 +22,10 @@ from flexor.policies.base import Policy
 from flexor.policies.nn.autocast import autocast_type
 
 LEAST_WIDTH = 450
-"""in * out / (in + out) of the narrowest layer that gains from fp8: below some 400 on NVIDIA GPUs, casting its input and
-gradient takes longer than its products save."""
+"""in * out / (in + out) of the narrowest layer that gains from fp8. Below some 400, by the data sheets of NVIDIA's GPUs,
+casting its input and gradient takes longer than its products save."""
 LEAST_ROWS = 256
-"""Below, as for the condition of a sample, reading the weight takes longer than the product."""
+"""With fewer, as for the conditions of adaptive norms, reading the weight takes longer than the product."""
 
 
 class Fp8Linear(nn.Linear):

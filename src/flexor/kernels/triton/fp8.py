@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from flexor.kernels.fp8 import E4M3, LARGEST, MOST_EXPONENT, MOST_MAXIMA, padded, parts_of
+from flexor.kernels.fp8 import LARGEST, MOST_EXPONENT, MOST_MAXIMA, padded, parts_of
 
 VALUES = 2048  # that a program reads at once
 TILE_ROWS, TILE_COLUMNS = (
