@@ -22,7 +22,7 @@ from flexor.policies.base import Policy
 from flexor.policies.nn.autocast import autocast_type
 
 LEAST_WIDTH = 450
-"""in * out / (in + out) of the narrowest layer that gains from fp8. Below some 400, by the data sheets of NVIDIA's GPUs,
+"""in * out / (in + out) of the narrowest layer that gains from fp8. Below some 400, by the data sheets of NVIDIA GPUs,
 casting its input and gradient takes longer than its products save."""
 LEAST_ROWS = 256
 """With fewer, as for the conditions of adaptive norms, reading the weight takes longer than the product."""
