@@ -6,7 +6,7 @@ Trains an X-VLA of this width from scratch, once in each precision, from the sam
 plays the same episodes with both. Writes success rates and losses, and a page with the curves side by side
 (`flexor report`). If it is stopped, the same command resumes the runs.
 
-With --emulated, a CPU computes what a GPU does in fp8, for narrow layers too: `--emulated --width 128 --steps 400`.
+With --emulated, a CPU computes what a GPU does in fp8, for narrow layers too: `--emulated --width 128 --batch_size 8 --steps 400`.
 """
 
 import argparse
@@ -47,7 +47,13 @@ def settings(args: argparse.Namespace) -> dict[str, Any]:
     rate = args.lr or min(1e-3, 0.2 / width)
     schedule = run["scheduler"] | {"peak_lr": rate, "num_decay_steps": args.steps}
     schedule["num_warmup_steps"] = min(schedule["num_warmup_steps"], args.steps // 10)
-    changed = {"steps": args.steps, "optimizer": {"lr": rate}, "scheduler": schedule, "policy": policy}
+    changed = {
+        "steps": args.steps,
+        "batch_size": args.batch_size,
+        "optimizer": {"lr": rate},
+        "scheduler": schedule,
+        "policy": policy,
+    }
     return run | changed | {"save_freq": max(1, args.steps // 4), "log_freq": max(1, args.steps // 400)}
 
 
@@ -106,6 +112,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--width", type=int, default=1024, help="of the transformers; a multiple of 64")
     parser.add_argument("--steps", type=int, default=8000)
+    parser.add_argument("--batch_size", type=int, default=64)
     parser.add_argument("--lr", type=float, help="default: 0.2 / width")
     parser.add_argument("--episodes", type=int, default=200)
     parser.add_argument("--emulated", action="store_true", help="on a CPU")
