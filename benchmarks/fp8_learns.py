@@ -6,7 +6,8 @@ Trains an X-VLA of this width from scratch, once in each precision, from the sam
 plays the same episodes with both. Writes success rates and losses, and a page with the curves side by side
 (`flexor report`). If it is stopped, the same command resumes the runs.
 
-With --emulated, a CPU computes what a GPU does in fp8, for narrow layers too: `--emulated --width 128 --batch_size 8 --steps 400`.
+With --emulated, a CPU computes what a GPU does in fp8, for narrow layers too, such as
+`--emulated --width 128 --batch_size 8 --steps 400`.
 """
 
 import argparse
