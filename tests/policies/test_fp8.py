@@ -137,6 +137,16 @@ def test_layers_share_their_input_until_it_changes(casts):
         assert casts.count((300, 96)) == 4
 
 
+def test_a_cast_input_is_forgotten_with_the_input():
+    layer, x = in_fp8(layer_of()), torch.randn(300, 96, requires_grad=True) * 1.0
+    with torch.autocast("cpu", torch.bfloat16):
+        out = layer(x)
+    assert fp8.LATEST.matrix is not None
+    del x
+    assert fp8.LATEST.matrix is None
+    out.sum().backward()
+
+
 @pytest.mark.parametrize("why", ["evaluated", "float32", "few rows"])
 def test_elsewhere_a_layer_is_as_before(why, casts):
     torch.manual_seed(0)

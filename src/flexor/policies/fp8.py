@@ -10,6 +10,7 @@ Everything else is computed as in bf16: norms, attention, embeddings, heads, the
 
 from __future__ import annotations
 
+import weakref
 from typing import Any
 
 import torch
@@ -26,6 +27,34 @@ LEAST_WIDTH = 450
 casting its input and gradient takes longer than its products save."""
 LEAST_ROWS = 256
 """With fewer, as for the conditions of adaptive norms, reading the weight takes longer than the product."""
+
+
+class LatestInput:
+    """The input that was cast last: the next layers may have the same, such as q, k and v. Forgotten with the input."""
+
+    def __init__(self) -> None:
+        self.forget()
+
+    def forget(self, _: Any = None) -> None:
+        self.reference: weakref.ref[Tensor] | None = None
+        self.version = 0
+        self.matrix: Fp8Matrix | None = None
+
+    def matrix_of(self, x: Tensor, transposed: bool) -> Fp8Matrix:
+        """x [..., K] as a matrix."""
+        matrix = self.matrix
+        same = self.reference is not None and self.reference() is x and self.version == x._version
+        if same and matrix is not None and (matrix.transposed.numel() or not transposed):
+            return matrix
+        rows = x.reshape(-1, x.shape[-1]).contiguous()
+        matrix = cast(rows, largest_magnitudes(rows), E4M3, transposed=transposed)
+        self.forget()
+        if x.requires_grad:  # the others may be a batch, which a CUDA graph reads again with other values
+            self.reference, self.version, self.matrix = weakref.ref(x, self.forget), x._version, matrix
+        return matrix
+
+
+LATEST = LatestInput()
 
 
 class Fp8Linear(nn.Linear):
@@ -46,7 +75,7 @@ class _Fp8Linear(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
         trained = ctx.needs_input_grad[1]
-        inputs = _cast_input(x, trained)
+        inputs = LATEST.matrix_of(x, trained)
         maxima = largest_magnitudes(weight)
         weights = cast(weight, maxima, E4M3, transposed=False)
         ctx.save_for_backward(inputs.transposed, inputs.inverse_scale, weight, maxima)
@@ -79,21 +108,6 @@ class _Fp8Linear(torch.autograd.Function):
         if of_bias:
             dbias = rows.sum(0, dtype=torch.float32).to(ctx.bias_dtype)
         return dx, dweight, dbias, None
-
-
-def _cast_input(x: Tensor, transposed: bool) -> Fp8Matrix:
-    """The input [..., K] of a layer as a matrix. Layers with the same input, such as q, k and v, share its casts.
-
-    They are attached to the input, which lives as long as it has other users.
-    """
-    earlier: tuple[int, Fp8Matrix] | None = getattr(x, "fp8", None)
-    if earlier and earlier[0] == x._version and (earlier[1].transposed.numel() or not transposed):
-        return earlier[1]
-    rows = x.reshape(-1, x.shape[-1]).contiguous()
-    matrix = cast(rows, largest_magnitudes(rows), E4M3, transposed=transposed)
-    if x.requires_grad:  # the others may be a batch, which a CUDA graph reads again with other values
-        x.fp8 = x._version, matrix  # type: ignore[attr-defined]
-    return matrix
 
 
 def compute_in_fp8(policy: Policy) -> None:
