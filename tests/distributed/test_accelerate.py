@@ -16,6 +16,7 @@ import torch
 from test_sameness import LOSS_TOLERANCE, WEIGHT_TOLERANCE
 from test_sameness import flags as sameness_flags
 
+from flexor.config.for_gpu import settle_for_gpu
 from flexor.config.parse import load_config
 from flexor.core.errors import ConfigError
 from support import environment, ranks, runs
@@ -268,7 +269,7 @@ def test_fp8_is_for_whole_models(lowdim, monkeypatch):
     for key, value in told(*FSDP2, "--mixed_precision=fp8").items():
         monkeypatch.setenv(key, value)
     with pytest.raises(ConfigError, match="precision=fp8 does not work with parallel"):
-        load_config([f"--dataset.root={lowdim}"])
+        settle_for_gpu(load_config([f"--dataset.root={lowdim}"]), (9, 0))
 
 
 def test_settings_of_the_config_become_the_runs(lowdim, monkeypatch):

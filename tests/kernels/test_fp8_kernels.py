@@ -115,7 +115,9 @@ def compare(device: str, source: torch.dtype, rounded: bool = True) -> None:
 def test_the_kernels_in_tritons_interpreter():
     """Without a GPU. The interpreter does not round to fp8 as a GPU does."""
     pytest.importorskip("triton")
-    code = "from test_fp8_kernels import *; [compare('cpu', t, False) for t in (torch.float32, torch.bfloat16)]"
+    code = (
+        "from test_fp8_kernels import *; [compare('cpu', t, False) for t in (torch.float32, torch.bfloat16)]"
+    )
     paths = [str(Path(__file__).parent), *sys.path]
     environment = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": os.pathsep.join(paths)}
     subprocess.run([sys.executable, "-c", code], check=True, env=environment, timeout=300)

@@ -332,8 +332,6 @@ def validate(config: TrainConfig) -> None:
     check_names(config.rename_map)
     config.lora.validate()
     validate_weights(config)
-    if config.precision == "fp8":
-        _validate_fp8(config)
     _validate_hub(config)
     parse_image_size(dataset.cache.size)
     check_transform_names(dataset.image_transforms)
@@ -405,22 +403,9 @@ def _validate_quantized(config: TrainConfig) -> None:
         "ema.enable=true": config.ema.enable,
         "compile=true": config.compile,
     }
-    _refuse_together(f"lora.base={config.lora.base}", unsupported)
-
-
-def _validate_fp8(config: TrainConfig) -> None:
-    unsupported = {
-        f"parallel.strategy={config.parallel.strategy}": config.parallel.strategy in SHARDED,
-        f"lora.base={config.lora.base}": config.lora.base is not None,
-        "compile=true": config.compile,
-    }
-    _refuse_together("precision=fp8", unsupported)
-
-
-def _refuse_together(setting: str, unsupported: dict[str, bool]) -> None:
     for other, is_set in unsupported.items():
         if is_set:
-            raise ConfigError(f"{setting} does not work with {other}: leave out one.")
+            raise ConfigError(f"lora.base={config.lora.base} does not work with {other}: leave out one.")
 
 
 def _validate_hub(config: TrainConfig) -> None:
