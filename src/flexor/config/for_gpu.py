@@ -10,6 +10,7 @@ from flexor.core.errors import ConfigError
 # compute capability of the first NVIDIA GPUs that multiply in this type
 BF16_SINCE = (8, 0)
 FP8_SINCE = (8, 9)
+COMPUTE_IN_BF16 = ("bf16", "fp8")  # settings of `precision` whose autocast is to bfloat16
 
 
 def settle_for_gpu(config: TrainConfig, capability: tuple[int, int] | None) -> TrainConfig:

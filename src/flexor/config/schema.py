@@ -153,7 +153,6 @@ class CheckpointConfig:
 
 
 SHARDED = ("fsdp", "hsdp")  # strategies that store a part of the model in each process
-COMPUTE_IN_BF16 = ("bf16", "fp8")  # settings of `precision` whose autocast is to bfloat16
 
 
 @dataclass(frozen=True)
@@ -379,10 +378,7 @@ def _validate_profile(config: TrainConfig) -> None:
 def validate_weights(config: TrainConfig) -> None:
     """Raise an error if this policy does not support LoRA or bf16 weights as set."""
     lower = config.weights_dtype == "bf16"
-    if lower and config.precision not in (
-        "auto",
-        *COMPUTE_IN_BF16,
-    ):  # auto is checked again when the GPU is known
+    if lower and config.precision in ("no", "fp16"):  # auto is checked again when the GPU is known
         raise ConfigError(
             f"weights_dtype=bf16 does not work with precision={config.precision}: bf16 weights are multiplied in "
             "bf16. Set --precision=bf16."

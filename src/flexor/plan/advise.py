@@ -12,9 +12,9 @@ from dataclasses import dataclass, replace
 from enum import IntEnum
 from itertools import groupby
 
-from flexor.config.for_gpu import settle_for_gpu
+from flexor.config.for_gpu import COMPUTE_IN_BF16, settle_for_gpu
 from flexor.config.parse import parse_flags
-from flexor.config.schema import COMPUTE_IN_BF16, SHARDED, TrainConfig, validate_weights
+from flexor.config.schema import SHARDED, TrainConfig, validate_weights
 from flexor.core.errors import ConfigError
 from flexor.core.typed import with_settings
 from flexor.data.settings import parse_image_size

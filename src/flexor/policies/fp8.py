@@ -124,7 +124,7 @@ def compute_in_fp8(policy: Policy) -> None:
 
 def _wide_layers(block: nn.Module) -> list[nn.Linear]:
     """Its linear layers that gain from fp8, and those beside them that have as wide an input: it is cast anyway."""
-    chosen = []
+    wide: list[nn.Linear] = []
     for parent in block.modules():
         # no other subclasses: their weight may be read directly, as torch's attention does
         layers = [
@@ -134,8 +134,8 @@ def _wide_layers(block: nn.Module) -> list[nn.Linear]:
         ]
         fitting = [n for n in layers if not (n.in_features % MULTIPLE or n.out_features % MULTIPLE)]
         widths = {n.in_features for n in fitting if _width(n) >= LEAST_WIDTH}
-        chosen += [n for n in fitting if n.in_features in widths]
-    return chosen
+        wide += [n for n in fitting if n.in_features in widths]
+    return wide
 
 
 def _width(layer: nn.Linear) -> float:

@@ -11,8 +11,9 @@ import torch
 from torch import Tensor, nn
 
 from flexor.config.accelerate_flags import started_by_accelerate, uses_deepspeed
+from flexor.config.for_gpu import COMPUTE_IN_BF16
 from flexor.config.schedules import build_scheduler
-from flexor.config.schema import COMPUTE_IN_BF16, SHARDED, TrainConfig
+from flexor.config.schema import SHARDED, TrainConfig
 from flexor.core.devices import settle_rounding
 from flexor.core.errors import ConfigError
 from flexor.core.log import log
