@@ -262,14 +262,12 @@ def test_what_is_not_done_here_is_refused(setting, lowdim, monkeypatch):
 
 
 def test_fp8_is_for_whole_models(lowdim, monkeypatch):
-    for key, value in told("--multi_gpu", "--mixed_precision=fp8").items():
-        monkeypatch.setenv(key, value)
-    assert load_config([f"--dataset.root={lowdim}"]).precision == "fp8"
-    monkeypatch.undo()
-    for key, value in told(*FSDP2, "--mixed_precision=fp8").items():
+    for key, value in {**told(*FSDP2), "ACCELERATE_MIXED_PRECISION": "fp8"}.items():
         monkeypatch.setenv(key, value)
     with pytest.raises(ConfigError, match="precision=fp8 does not work with parallel"):
         settle_for_gpu(load_config([f"--dataset.root={lowdim}"]), (9, 0))
+    monkeypatch.setenv("ACCELERATE_USE_FSDP", "false")
+    assert settle_for_gpu(load_config([f"--dataset.root={lowdim}"]), (9, 0)).precision == "fp8"
 
 
 def test_settings_of_the_config_become_the_runs(lowdim, monkeypatch):
