@@ -1,6 +1,7 @@
 """Time and peak memory of a training step on this GPU: LeRobot's, and Flexor's eager and as one CUDA graph.
 
-    python benchmarks/step_speed.py [--policies act diffusion vqbet ...] [--compile] [--output FILE.json]
+    python benchmarks/step_speed.py [--policies act diffusion vqbet ...] [--batches 8 32 ...] [--variants full ...]
+                                    [--fp8] [--compile] [--output FILE.json]
 
 Batches are made up and lie on the GPU. All cases run one after the other in this process, so that they meet the same
 machine. LeRobot 0.6.1 is measured if it is installed here, in float32 and in bf16; ratios are to the faster of the two.
@@ -124,6 +125,7 @@ WAYS = {
     "graph, bf16, channels last": ["--step=graph", "--precision=bf16", "--channels_last=true"],
 }
 OF_LARGE = ("eager, bf16", "graph, bf16")
+IN_FP8 = {"graph, fp8": [*PLAIN, "--step=graph", "--precision=fp8"]}
 COMPILED = "compiled graph, bf16, channels last"
 
 
@@ -362,6 +364,9 @@ def groot_inputs(config: GrootConfig, size: int) -> dict[str, Any]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--policies", nargs="*", default=POLICIES, choices=POLICIES)
+    parser.add_argument("--batches", type=int, nargs="*", help="only these batch sizes")
+    parser.add_argument("--variants", nargs="*", help="only these, such as full")
+    parser.add_argument("--fp8", action="store_true", help="large policies also in fp8")
     parser.add_argument("--compile", action="store_true", help="also with compiled blocks: minutes more")
     parser.add_argument("--output", type=Path)
     args = parser.parse_args()
@@ -369,15 +374,24 @@ def main() -> None:
         measure_all(args, Path(folder))
 
 
-def ways_of(case: Case, folder: Path, compiled: bool) -> dict[str, Callable[[], dict[str, float]]]:
+def ways_of(
+    case: Case, folder: Path, compiled: bool, in_fp8: bool
+) -> dict[str, Callable[[], dict[str, float]]]:
     ways: dict[str, Callable[[], dict[str, float]]] = {}
     if importlib.util.find_spec("lerobot"):
         ways["LeRobot, float32"] = lambda: lerobot(case, folder, False)
         ways["LeRobot, bf16"] = lambda: lerobot(case, folder, True)
     mine = {name: flags for name, flags in WAYS.items() if name in OF_LARGE or case.policy not in LARGE}
+    if in_fp8 and case.policy in LARGE:
+        mine |= IN_FP8
     if compiled:
         mine[COMPILED] = [*WAYS["graph, bf16, channels last"], "--compile=true"]
     return ways | {name: lambda flags=flags: flexor(case, flags) for name, flags in mine.items()}
+
+
+def is_asked_for(case: Case, args: argparse.Namespace) -> bool:
+    batches, variants = args.batches or [case.batch], args.variants or [case.variant]
+    return case.policy in args.policies and case.batch in batches and case.variant in variants
 
 
 def measure_all(args: argparse.Namespace, folder: Path) -> None:
@@ -387,9 +401,9 @@ def measure_all(args: argparse.Namespace, folder: Path) -> None:
         "torch": torch.__version__,
         "cases": [],
     }
-    for case in (case for case in CASES if case.policy in args.policies):
+    for case in filter(lambda case: is_asked_for(case, args), CASES):
         measured: dict[str, Any] = {}
-        for name, measure in ways_of(case, folder, args.compile).items():
+        for name, measure in ways_of(case, folder, args.compile, args.fp8).items():
             gc.collect()
             torch._C._cuda_clearCublasWorkspaces()  # of the streams of the previous way
             torch.cuda.empty_cache()

@@ -171,7 +171,7 @@ def test_flatten_undoes_nest(flat):
         ("--gradient_accumulation_steps=0", "gradient_accumulation_steps=0"),
         ("--num_workers=-1", "num_workers=-1"),
         ("--seed=-1", "seed=-1"),
-        ("--precision=fp8", "precision='fp8'"),
+        ("--precision=fp4", "precision='fp4'"),
         ("--policy.type=atc", "or act?"),
         ("--policy=act", "--policy.type=act"),
         ("--dataset=foo", "dataset"),

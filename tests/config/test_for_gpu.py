@@ -53,6 +53,32 @@ def test_what_is_given_stays(precision: str, capability: tuple[int, int] | None)
     assert settle_for_gpu(config, capability) == config
 
 
+@pytest.mark.parametrize("capability", [(8, 9), (9, 0), (12, 0)])
+def test_gpus_that_multiply_in_fp8(capability: tuple[int, int]):
+    config = load_config([DATA, "--precision=fp8"])
+    assert settle_for_gpu(config, capability).precision == "fp8"
+    assert settle_for_gpu(load_config([DATA]), capability).precision != "fp8"
+
+
+@pytest.mark.parametrize(
+    ("capability", "this"), [((8, 6), "has 8.6"), ((7, 5), "has 7.5"), (None, "is none")]
+)
+def test_others_are_refused(capability: tuple[int, int] | None, this: str):
+    config = load_config([DATA, "--precision=fp8"])
+    with pytest.raises(ConfigError, match=f"8.9 or higher.*{this}.*--precision=bf16"):
+        settle_for_gpu(config, capability)
+
+
+@pytest.mark.parametrize(
+    "other", ["compile=true", "parallel.strategy=fsdp", "parallel.strategy=hsdp", "lora.base=4bit"]
+)
+def test_what_does_not_work_in_fp8(other: str):
+    rank = ["--lora.r=2"] if "lora" in other else []
+    config = load_config([DATA, "--precision=fp8", f"--{other}", *rank])
+    with pytest.raises(ConfigError, match=f"precision=fp8 does not work with {other}"):
+        settle_for_gpu(config, (9, 0))
+
+
 def test_weights_in_bf16_require_that_precision():
     config = load_config([DATA, "--weights_dtype=bf16"])
     assert settle_for_gpu(config, (8, 6)).precision == "bf16"

@@ -142,7 +142,7 @@ def test_moving_averages(from_file):
         ("parallelism.dp_replicate=many", "not a number of processes"),
         ("checkpoint_format=zip", "expected safetensors, dcp or safetensors_dcp"),
         ("accelerator.activation_checkpointing.mode=some", "expected none or full"),
-        ("accelerator.mixed_precision=fp8", "precision"),
+        ("accelerator.mixed_precision=fp4", "precision"),
         ("accelerator.other=1", "Unknown setting accelerator.other"),
         ("policy.type=molmoact2", "a policy of LeRobot's that Flexor does not have"),
     ],

@@ -16,6 +16,7 @@ import torch
 from test_sameness import LOSS_TOLERANCE, WEIGHT_TOLERANCE
 from test_sameness import flags as sameness_flags
 
+from flexor.config.for_gpu import settle_for_gpu
 from flexor.config.parse import load_config
 from flexor.core.errors import ConfigError
 from support import environment, ranks, runs
@@ -244,7 +245,6 @@ def told_by_deepspeed(name: str, value: str) -> dict[str, str]:
 
 
 UNSUPPORTED = {
-    "mixed_precision: fp8": {"ACCELERATE_MIXED_PRECISION": "fp8"},
     "zero_stage: 3": told_by_deepspeed("ZERO_STAGE", "3"),
     "offload_optimizer": told_by_deepspeed("OFFLOAD_OPTIMIZER_DEVICE", "cpu"),
     "distributed_type: MEGATRON_LM": {"ACCELERATE_USE_MEGATRON_LM": "true"},
@@ -259,6 +259,15 @@ def test_what_is_not_done_here_is_refused(setting, lowdim, monkeypatch):
         monkeypatch.setenv(key, value)
     with pytest.raises(ConfigError, match=setting):
         load_config([f"--dataset.root={lowdim}"])
+
+
+def test_fp8_is_for_whole_models(lowdim, monkeypatch):
+    for key, value in {**told(*FSDP2), "ACCELERATE_MIXED_PRECISION": "fp8"}.items():
+        monkeypatch.setenv(key, value)
+    with pytest.raises(ConfigError, match="precision=fp8 does not work with parallel"):
+        settle_for_gpu(load_config([f"--dataset.root={lowdim}"]), (9, 0))
+    monkeypatch.setenv("ACCELERATE_USE_FSDP", "false")
+    assert settle_for_gpu(load_config([f"--dataset.root={lowdim}"]), (9, 0)).precision == "fp8"
 
 
 def test_settings_of_the_config_become_the_runs(lowdim, monkeypatch):

@@ -205,7 +205,6 @@ def _read_deepspeed(env: Mapping[str, str]) -> dict[str, AccelerateSetting]:
 def _refuse_unsupported(env: Mapping[str, str]) -> None:
     """Raise an error for settings that would change the run and that Flexor does not support."""
     unsupported = {
-        "mixed_precision: fp8": env["ACCELERATE_MIXED_PRECISION"] == "fp8",
         "distributed_type: MEGATRON_LM": _true(env, "ACCELERATE_USE_MEGATRON_LM"),
         "fsdp_ignored_modules": "FSDP_IGNORED_MODULES" in env,
         "fsdp_activation_checkpointing_offload": _true(env, "FSDP_ACTIVATION_CHECKPOINTING_OFFLOAD"),
@@ -217,7 +216,7 @@ def _refuse_unsupported(env: Mapping[str, str]) -> None:
         if is_set:
             raise ConfigError(
                 f"The Accelerate config has {source}, which Flexor does not support. Flexor trains with DDP, FSDP, "
-                "HSDP and ZeRO 1 and 2, in float32, bf16 and fp16."
+                "HSDP and ZeRO 1 and 2, in float32, bf16, fp16 and fp8."
             )
 
 

@@ -218,9 +218,10 @@ class TrainConfig:
     """Factor on all learning rates; default: 1, or the factor from scale_lr."""
     num_workers: int = setting(4, at_least=0, may_change=True)
     """Threads that read and decode ahead of training; 0: the training loop reads the data itself."""
-    precision: Literal["auto", "no", "bf16", "fp16"] = "auto"
-    """Mixed precision: no (float32), bf16, or fp16 with a gradient scaler. auto: bf16 if the GPU computes in it (NVIDIA
-    since Ampere) and the policy trains as well in it, else no."""
+    precision: Literal["auto", "no", "bf16", "fp16", "fp8"] = "auto"
+    """Mixed precision: no (float32), bf16, fp16 with a gradient scaler, or fp8: bf16, with the wide linear layers of
+    large policies in fp8 (NVIDIA since Ada and Hopper; not yet measured on a GPU). auto: bf16 if the GPU computes in it
+    (NVIDIA since Ampere) and the policy trains as well in it, else no."""
     weights_dtype: Literal["float32", "bf16"] = "float32"
     """Data type of the weights, their gradients and the optimizer state; bf16 takes half of the memory."""
     deterministic: bool = False
@@ -347,7 +348,7 @@ def _validate_online(config: TrainConfig) -> None:
         "epochs": config.epochs,
         "gradient_accumulation_steps": config.gradient_accumulation_steps,
         "weights_dtype": config.weights_dtype != "float32" and config.weights_dtype,
-        "precision": config.precision in ("bf16", "fp16") and config.precision,
+        "precision": config.precision in ("bf16", "fp16", "fp8") and config.precision,
         "dataset.eval_split": config.dataset.eval_split,
     }
     for name, value in without_effect.items():
@@ -370,7 +371,7 @@ def _validate_profile(config: TrainConfig) -> None:
 def validate_weights(config: TrainConfig) -> None:
     """Raise an error if this policy does not support LoRA or bf16 weights as set."""
     lower = config.weights_dtype == "bf16"
-    if lower and config.precision not in ("auto", "bf16"):  # auto is checked again when the GPU is known
+    if lower and config.precision in ("no", "fp16"):  # auto is checked again when the GPU is known
         raise ConfigError(
             f"weights_dtype=bf16 does not work with precision={config.precision}: bf16 weights are multiplied in "
             "bf16. Set --precision=bf16."

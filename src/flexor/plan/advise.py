@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from enum import IntEnum
 from itertools import groupby
 
-from flexor.config.for_gpu import settle_for_gpu
+from flexor.config.for_gpu import COMPUTE_IN_BF16, settle_for_gpu
 from flexor.config.parse import parse_flags
 from flexor.config.schema import SHARDED, TrainConfig, validate_weights
 from flexor.core.errors import ConfigError
@@ -173,7 +173,7 @@ def _other_result(config: TrainConfig, gpu: GPU, fewer: int) -> Iterator[Change]
         why = "stores Adam's two values per weight in 8 bits"
         yield Change("8-bit optimizer", "--optimizer.type=adamw_8bit", why)
     if config.weights_dtype == "float32" and "bf16" in gpu.tflops:
-        flags = "" if config.precision == "bf16" else "--precision=bf16 "
+        flags = "" if config.precision in COMPUTE_IN_BF16 else "--precision=bf16 "
         why = "stores weights, gradients and optimizer state in half of the bytes"
         yield Change("weights", f"{flags}--weights_dtype=bf16", why)
     if not config.lora.r and not config.policy.moves_weights:

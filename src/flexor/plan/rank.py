@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
-from flexor.config.for_gpu import settle_for_gpu
+from flexor.config.for_gpu import multiplies_in, settle_for_gpu
 from flexor.config.schema import TrainConfig
 from flexor.plan.data.host import Data, Speed
 from flexor.plan.image_features import PlannedFeatures, with_features
@@ -94,6 +94,8 @@ class Ranking:
         """The same choices one by one, as they are planned."""
         single = []
         for gpu in gpus:
+            if not multiplies_in(self.config.precision, gpu.compute_capability):
+                continue
             single.append(self.choice(gpu, counts[0]))
             yield single[-1]
         single.sort(key=_by_cost)

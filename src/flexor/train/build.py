@@ -11,8 +11,9 @@ import torch
 from torch import Tensor, nn
 
 from flexor.config.accelerate_flags import started_by_accelerate, uses_deepspeed
+from flexor.config.for_gpu import COMPUTE_IN_BF16
 from flexor.config.schedules import build_scheduler
-from flexor.config.schema import SHARDED, ParallelConfig, TrainConfig
+from flexor.config.schema import SHARDED, TrainConfig
 from flexor.core.devices import settle_rounding
 from flexor.core.errors import ConfigError
 from flexor.core.log import log
@@ -29,6 +30,7 @@ from flexor.policies.adapters import add_adapters
 from flexor.policies.augment.step import AugmentImages, augmentation
 from flexor.policies.base import Policy
 from flexor.policies.fit import sample_of, statistics
+from flexor.policies.fp8 import compute_in_fp8
 from flexor.policies.frozen_in_bf16 import store_frozen_in_bf16
 from flexor.policies.meta_init import parameters_without_memory
 from flexor.policies.nn.recompute import recompute
@@ -75,7 +77,7 @@ def mention_other_steps(config: TrainConfig) -> None:
 def build_engine(config: TrainConfig, processes: Processes, device: torch.device) -> Engine:
     """The engine: one process, or several that each hold the whole model or a shard of it."""
     settings = (device, config.precision, config.deterministic, processes, config.parallel)
-    if started_by_accelerate() and (engine := _accelerate_engine(config.parallel)) is not None:
+    if started_by_accelerate() and (engine := _accelerate_engine(config)) is not None:
         return engine(*settings)
     strategy: str = config.parallel.strategy
     if strategy == "auto" and processes.world_size > 1:
@@ -109,7 +111,7 @@ def keep_copies(config: TrainConfig, engine: Engine, split: Split, optimizer: to
 def may_keep_copies(config: TrainConfig, split: Split) -> bool:
     """Whether the settings allow it. The optimizer and the precision are settled."""
     plain = not (config.compile or config.activation_checkpointing or config.lora.r)
-    lower = config.precision == "bf16" and config.weights_dtype != "bf16"
+    lower = config.precision in COMPUTE_IN_BF16 and config.weights_dtype != "bf16"
     adam = config.optimizer.type in ("adam", "adamw")
     unsharded = config.parallel.strategy not in SHARDED
     return (
@@ -124,16 +126,21 @@ def may_keep_copies(config: TrainConfig, split: Split) -> bool:
 
 def may_store_frozen_in_bf16(config: TrainConfig) -> bool:
     """Whether the settings allow it. The precision is settled."""
-    lower = config.precision == "bf16" and config.weights_dtype != "bf16"
+    lower = config.precision in COMPUTE_IN_BF16 and config.weights_dtype != "bf16"
     whole_model = config.parallel.strategy not in SHARDED and not uses_deepspeed()
     return lower and whole_model and not config.ema.enable and config.policy.stores_frozen_in_bf16
 
 
-def _accelerate_engine(parallel: ParallelConfig) -> type[Engine] | None:
+def _accelerate_engine(config: TrainConfig) -> type[Engine] | None:
     """The engine that runs on Accelerate, if the settings and the Accelerate config ask for one."""
+    parallel = config.parallel
     sharded = parallel.strategy in SHARDED
     if parallel.cpu_offload and (uses_deepspeed() or not sharded):
         raise ConfigError("parallel.cpu_offload=true requires FSDP: select it in the Accelerate config.")
+    if (sharded or uses_deepspeed()) and config.precision == "fp8":
+        raise ConfigError(
+            "precision=fp8 does not work with FSDP and DeepSpeed: choose neither in the Accelerate config."
+        )
     if uses_deepspeed():
         from flexor.train.engine.deepspeed import DeepSpeedEngine
 
@@ -149,7 +156,7 @@ def pick_strategy(config: TrainConfig, processes: Processes, device: torch.devic
     """ddp if weights, gradients and Adam's state fit in half of the smallest device; the rest is for activations."""
     with parameters_without_memory():
         policy = make_policy(config)
-    if config.lora.base:  # whole on each GPU
+    if config.lora.base or config.precision == "fp8":  # whole on each GPU
         return "ddp"
     if device.type in DEVICES and may_store_frozen_in_bf16(config):
         store_frozen_in_bf16(policy, keep_float32=False, host="meta")
@@ -265,6 +272,8 @@ def make_policy(config: TrainConfig) -> Policy:
         _channels_last(policy)
     if config.lora.r:
         add_adapters(policy, config.lora, config.seed, config.policy.lora_targets())
+    if config.precision == "fp8":
+        compute_in_fp8(policy)
     return policy
 
 
@@ -311,7 +320,7 @@ def build_state(
             "--optimizer.type=adamw, or ddp."
         )
     optimizer = build_optimizer(config.optimizer, policy, config.lr_factor or 1.0)
-    if engine.precision == "bf16" or any(p.dtype == torch.bfloat16 for p in policy.parameters()):
+    if engine.precision in COMPUTE_IN_BF16 or any(p.dtype == torch.bfloat16 for p in policy.parameters()):
         settle_rounding(engine.device)
     optimizer = engine.prepare(policy, optimizer)
     keep_copies(config, engine, split, optimizer)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 
+from flexor.kernels.fp8 import E4M3, product
 from flexor.train.engine.base import DTYPES
 
 WINDOWS, WINDOW_S = 5, 0.2  # the best one counts: other load on the machine can only make it slower
@@ -24,7 +26,7 @@ class Ceilings:
     bytes_per_s: float
     """Read and written."""
     arithmetic: str
-    """The type of the matrix product: TF32, float32, bf16 or fp16."""
+    """The type of the matrix product: TF32, float32, bf16, fp16 or fp8."""
 
 
 def ceiling_of_run(device: torch.device, precision: str) -> float | None:
@@ -33,7 +35,7 @@ def ceiling_of_run(device: torch.device, precision: str) -> float | None:
     It takes a fraction of a second, and leaves nothing in GPU memory.
     """
     try:
-        return _arithmetic(device, DTYPES[precision], RUN_WINDOWS, RUN_WINDOW_S)
+        return _arithmetic(device, precision, RUN_WINDOWS, RUN_WINDOW_S)
     except torch.OutOfMemoryError:
         return None
     finally:
@@ -44,7 +46,7 @@ def ceiling_of_run(device: torch.device, precision: str) -> float | None:
 
 def measure_ceilings(device: torch.device, precision: str) -> Ceilings:
     """Measure with the settings of torch (such as TF32) that a run on this device has made."""
-    flops = _arithmetic(device, DTYPES[precision], WINDOWS, WINDOW_S)
+    flops = _arithmetic(device, precision, WINDOWS, WINDOW_S)
     return Ceilings(flops, _bandwidth(device), _arithmetic_type(device, precision))
 
 
@@ -73,10 +75,14 @@ def seconds_each(work: Callable[[], object], count: int, device: torch.device) -
     return (time.perf_counter() - started) / count
 
 
-def _arithmetic(device: torch.device, dtype: torch.dtype, windows: int, window_s: float) -> float:
-    edge = CPU_EDGE if device.type == "cpu" else GPU_EDGE
+def _arithmetic(device: torch.device, precision: str, windows: int, window_s: float) -> float:
+    edge, dtype = CPU_EDGE if device.type == "cpu" else GPU_EDGE, DTYPES[precision]
     generator = torch.Generator(device).manual_seed(0)  # a run's random values do not depend on a measurement
     left, right = (torch.randn(edge, edge, device=device, generator=generator).to(dtype) for _ in range(2))
+    if precision == "fp8":
+        left, right, scale = left.to(E4M3), right.to(E4M3), torch.ones((), device=device)
+        multiply = functools.partial(product, left, right, (scale, scale), dtype, exact_sums=False)
+        return 2 * edge**3 / fastest(multiply, device, windows, window_s)
     out = torch.empty_like(left)
     return 2 * edge**3 / fastest(lambda: torch.mm(left, right, out=out), device, windows, window_s)
 

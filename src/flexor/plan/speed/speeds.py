@@ -33,7 +33,19 @@ POSITIONS = 0.5
 """How much the number of pixels counts in the distance of two convolutions, relative to their channels. Chosen where
 samples are predicted best from the other samples."""
 VIEW = 0.4  # host time of a view, relative to an operation that computes
-UNITS = {torch.float32: "tf32", torch.bfloat16: "bf16", torch.float16: "fp16"}
+UNITS = {
+    torch.float32: "tf32",
+    torch.bfloat16: "bf16",
+    torch.float16: "fp16",
+    torch.float8_e4m3fn: "fp8",
+    torch.float8_e5m2: "fp8",
+}
+# Operations in fp8, none of which was measured yet, and the one whose samples serve instead, relative to its limit.
+ALIKE = {
+    "_scaled_mm": ("mm", "bfloat16"),
+    "flexor::fp8_cast": ("_to_copy", "float32"),
+    "flexor::fp8_maxima": ("_to_copy", "float32"),
+}
 KIND = "any of this kind"  # a kind may have the name of one of its operations
 LAYOUTS: tuple[Layout, ...] = ("", "nhwc", "to nhwc")
 GAP = 1e-6  # GPU seconds between two kernels of a CUDA graph, if it was not measured
@@ -156,6 +168,8 @@ def _keys(op: Op) -> Iterator[tuple[str, ...]]:
     names = [named(op.name, layout) for layout in sorted(LAYOUTS, key=lambda each: each != op.layout)]
     yield from ((name, _type(op)) for name in names)
     yield from ((name,) for name in names)
+    if op.name in ALIKE:
+        yield ALIKE[op.name]
     yield from ((KIND, op.kind, _type(op)), (KIND, op.kind))
 
 

@@ -100,8 +100,8 @@ def describe(
         op.written += sum(map(nbytes, _written_tensors(function, args)))
     if name == "_to_copy":
         op.host = HOST_OF_A_CAST
-    if name in ("mm", "addmm", "bmm", "baddbmm"):
-        _matmul(op, args if name in ("mm", "bmm") else args[1:])
+    if name in ("mm", "addmm", "bmm", "baddbmm", "_scaled_mm"):
+        _matmul(op, args[1:] if name in ("addmm", "baddbmm") else args)
     elif name in ("convolution", "_convolution", "cudnn_convolution"):
         _convolution(op, args[0], args[1], outs[0], bool(args[6]) if name == "convolution" else False)
     elif name == "convolution_backward":

@@ -11,7 +11,7 @@ import functools
 from dataclasses import replace
 from typing import NamedTuple
 
-from flexor.config.for_gpu import settle_for_gpu
+from flexor.config.for_gpu import FP8_SINCE, settle_for_gpu
 from flexor.config.schema import TrainConfig
 from flexor.core.typed import with_settings
 from flexor.plan.trace.cuda_on_meta import HALF, Card
@@ -21,6 +21,8 @@ from flexor.plan.trace.trace import trace_step
 from flexor.plan.trace.workspaces import cublas_workspace
 
 LOW, HIGH = 2, 4  # batch sizes that are traced; a batch size of 1 takes other code paths
+# In fp8, matrices have a multiple of 16 rows, and small ones are not in fp8.
+LOW_FP8, HIGH_FP8 = 16, 32
 PASSES = 2  # passes that differ
 
 Capability = tuple[int, int] | None
@@ -80,9 +82,10 @@ class _SettledTraces:
         self._made: dict[tuple[int, int, Capability], Trace] = {}
         self._scaled: dict[tuple[int, int, Capability], Trace] = {}
         self.scalable = scalable and config.policy.same_operations
+        self.low, self.high = (LOW_FP8, HIGH_FP8) if config.precision == "fp8" else (LOW, HIGH)
 
     def at(self, batch_size: int, accumulation: int, gpu: Card, *, costs: bool, exact: bool) -> Trace:
-        single = (batch_size < LOW and exact) or not self.scalable
+        single = (batch_size < self.low and exact) or not self.scalable
         key = (batch_size, accumulation, self._representative(gpu.compute_capability, exact))
         if single:
             trace = self._traced(*key)
@@ -96,9 +99,9 @@ class _SettledTraces:
 
     def _rescaled(self, batch_size: int, accumulation: int, capability: Capability, *, costs: bool) -> Trace:
         passes = min(accumulation, PASSES)
-        if passes == accumulation and batch_size in (LOW, HIGH):
+        if passes == accumulation and batch_size in (self.low, self.high):
             return self._traced(batch_size, passes, capability)
-        low, high = (self._traced(size, passes, capability) for size in (LOW, HIGH))
+        low, high = (self._traced(size, passes, capability) for size in (self.low, self.high))
         try:
             low = replace(low, accumulation=accumulation)
             return rescale(low, high, batch_size, self.config, costs=costs)
@@ -115,7 +118,7 @@ class _SettledTraces:
 
     def _representative(self, capability: Capability, exact: bool) -> Capability:
         """A GPU for which torch makes the same choices; if possible, one that was traced already."""
-        capability = _kind(capability)
+        capability = FP8_SINCE if self._is_like_ada(capability) else _kind(capability)
         traced = {gpu: trace for (_, _, gpu), trace in [*self._made.items()]}  # other threads may add some
         if capability in traced:
             return capability
@@ -123,6 +126,10 @@ class _SettledTraces:
         if fused and not exact and capability != (7, 5):
             return fused[0]
         return next((gpu for gpu, trace in traced.items() if _same_step(trace, gpu, capability)), capability)
+
+    def _is_like_ada(self, capability: Capability) -> bool:
+        """Whether it stands for a kind of GPUs, of which the oldest do not multiply in fp8."""
+        return self.config.precision == "fp8" and _kind(capability) == (8, 0)
 
 
 def _kind(capability: Capability) -> Capability:

@@ -35,7 +35,8 @@ from flexor.train.optim.sgd import SGD
 from flexor.train.ranks.processes import Processes
 
 T = TypeVar("T")
-DTYPES = {"no": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+# Of autocast. fp8 is a matter of some layers (`policies/fp8.py`).
+DTYPES = {"no": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "fp8": torch.bfloat16}
 
 
 def pick_device(name: str | None, processes: Processes) -> torch.device:
