@@ -14,7 +14,7 @@ from typing import NamedTuple
 from flexor.config.for_gpu import settle_for_gpu
 from flexor.config.schema import TrainConfig
 from flexor.core.typed import with_settings
-from flexor.plan.trace.cuda_on_meta import HALF, Card
+from flexor.plan.trace.cuda_on_meta import HALF, Capability, Card, like_in_kernels
 from flexor.plan.trace.events import Trace
 from flexor.plan.trace.rescale import OperationsDiffer, rescale
 from flexor.plan.trace.trace import trace_step
@@ -22,8 +22,6 @@ from flexor.plan.trace.workspaces import cublas_workspace
 
 LOW, HIGH = 2, 4  # batch sizes that are traced; a batch size of 1 takes other code paths
 PASSES = 2  # passes that differ
-
-Capability = tuple[int, int] | None
 
 
 class RepresentativeGPU(NamedTuple):
@@ -115,7 +113,7 @@ class _SettledTraces:
 
     def _representative(self, capability: Capability, exact: bool) -> Capability:
         """A GPU for which torch makes the same choices; if possible, one that was traced already."""
-        capability = _kind(capability)
+        capability = like_in_kernels(capability)
         traced = {gpu: trace for (_, _, gpu), trace in [*self._made.items()]}  # other threads may add some
         if capability in traced:
             return capability
@@ -125,13 +123,6 @@ class _SettledTraces:
         return next((gpu for gpu, trace in traced.items() if _same_step(trace, gpu, capability)), capability)
 
 
-def _kind(capability: Capability) -> Capability:
-    """One GPU for all that have the same attention kernels in torch."""
-    if capability is None or capability in ((9, 0), (10, 0)):
-        return capability
-    return (7, 5) if capability < (8, 0) else (8, 0)
-
-
 def _same_step(trace: Trace, gpu: Capability, other: Capability) -> bool:
     """Whether a step is the same on two GPUs: in float32 all CUDA GPUs use the same attention kernel."""
     if not trace.attention:
@@ -139,7 +130,7 @@ def _same_step(trace: Trace, gpu: Capability, other: Capability) -> bool:
     return None not in (gpu, other) and not any(dtype in HALF for _, _, dtype, _ in trace.attention)
 
 
-@functools.lru_cache(maxsize=8)
+@functools.lru_cache(maxsize=32)
 def _with_workspaces(trace: Trace, size: int) -> Trace:
     """The trace with cuBLAS workspaces of another size."""
     workspaces = {n for n, category in trace.category.items() if category == "workspaces"}
