@@ -160,9 +160,7 @@ class MemoryPlanner:
             return trace
         if parallelism.strategy == "ddp":
             return with_buckets(trace, kept_by_graph=exchanges_over_gloo(self.config))
-        return sharded(
-            trace, parallelism.shards, self.config.parallel, half=self.config.precision != "no"
-        )
+        return sharded(trace, parallelism.shards, self.config.parallel, half=self.config.precision != "no")
 
     def parallelism(self, trace: Trace) -> Parallelism:
         world_size, parallel = self.world_size, self.config.parallel

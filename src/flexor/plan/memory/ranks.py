@@ -86,9 +86,7 @@ def sharded(trace: Trace, shards: int, parallel: ParallelConfig, half: bool) -> 
     numbers = count(max(category) + 1)
     rest = next(numbers)
     category[rest] = "weights"
-    on_host: tuple[Category, ...] = (
-        ("weights", "gradients", "optimizer") if parallel.cpu_offload else ()
-    )
+    on_host: tuple[Category, ...] = ("weights", "gradients", "optimizer") if parallel.cpu_offload else ()
 
     def change(events: list[Event], step: StepEvents | None) -> list[Event]:
         blocks = _blocks(trace, step, parallel, half, numbers, category) if step else []

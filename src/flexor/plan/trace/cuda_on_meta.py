@@ -283,8 +283,9 @@ class CudaOnMeta(TorchFunctionMode):
     ) -> Any:
         args, kwargs = tuple(args), kwargs or {}
         name = getattr(function, "__name__", "")
-        is_ours = getattr(function, "_qualified_op_name", "").startswith("flexor::")
-        if is_ours or name in ("__get__", "__set__"):
+        if name in ("__get__", "__set__"):  # most calls: shapes, types and devices are read
+            return function(*args, **kwargs)
+        if getattr(function, "_qualified_op_name", "").startswith("flexor::"):
             return function(*args, **kwargs)
         if name in VALUES or name == "item":
             return self._value(name, function, args)
