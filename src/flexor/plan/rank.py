@@ -120,9 +120,10 @@ class Ranking:
         if site.world_size == 1 and self._stored > planner.capacity:
             return too_large
         for split in splits:
-            if split.accumulation > 1 and splits[0].accumulation == 1:
-                # several passes need no less than one of this size, whose trace is made of those of the first split
-                if planner.least(self._trace(replace(split, accumulation=1), site)).peak > planner.capacity:
+            if split.accumulation > splits[0].accumulation == 1:
+                # several passes need no less than one of their size, whose trace is made from those of the first split
+                once = self._trace(replace(split, accumulation=1), site)
+                if planner.least(once).peak > planner.capacity:
                     continue
             trace = self._trace(split, site)
             if planner.never_fits(trace):

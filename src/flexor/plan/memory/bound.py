@@ -10,7 +10,6 @@ import numpy as np
 from flexor.plan.memory.allocator import ROUND
 from flexor.plan.trace.events import Category, Trace, unfreed
 
-
 STORED: tuple[Category, ...] = ("weights", "optimizer", "ema")
 
 
