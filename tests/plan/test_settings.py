@@ -159,7 +159,7 @@ def test_fsdp_gathers_two_blocks_at_a_time():
 
 def most_gathered(trace: Trace, config: TrainConfig) -> int:
     """The most bytes of gathered weights that a rank has at a time."""
-    rank, last = sharded(trace, 4, config), max(trace.category)
+    rank, last = sharded(trace, 4, config.parallel, config.precision != "no"), max(trace.category)
     sizes: dict[int, int] = {}
     most = 0
     for event in rank.events:
@@ -181,7 +181,7 @@ def shards(config: TrainConfig) -> int:
 
 def gradient_events(config: TrainConfig, new: bool) -> list[Event]:
     trace = trace_step(config, 2, H200)
-    rank, last = sharded(trace, 4, config), max(trace.category)
+    rank, last = sharded(trace, 4, config.parallel, config.precision != "no"), max(trace.category)
     events = [event for event in rank.events if rank.category.get(event.storage) == "gradients"]
     return [event for event in events if (event.storage > last) == new]
 

@@ -10,10 +10,11 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
-from flexor.config.for_gpu import multiplies_in, settle_for_gpu
+from flexor.config.for_gpu import BF16_SINCE, multiplies_in, settle_for_gpu
 from flexor.config.schema import TrainConfig
 from flexor.plan.data.host import Data, Speed
 from flexor.plan.image_features import PlannedFeatures, with_features
+from flexor.plan.memory.bound import stored
 from flexor.plan.memory.memory import MemoryPlan, MemoryPlanner, Parallelism, context_of, usable
 from flexor.plan.plan import Host, Site, costs, features_on, loading_on, predict_run_time, settled, site_of
 from flexor.plan.site.hardware import GPU, Hardware
@@ -78,6 +79,8 @@ class Ranking:
         self.config, self.data, self.hardware = config, data, hardware
         self.speeds, self.speed, self.calibrated = speeds, speed, calibrated
         self.traces = traces or Traces(config)
+        self._stored = 0
+        """Bytes that a process alone stores on any GPU, once that is known: those without bf16 store no less."""
         self._encoded: dict[tuple[str, int, Host], PlannedFeatures] = {}
         self._plans: dict[
             tuple[int | None, tuple[str, bool | None, bool], int, int, Parallelism], MemoryPlan
@@ -111,7 +114,19 @@ class Ranking:
     def on(self, site: Site) -> Choice:
         """The choice with the fewest passes that fit."""
         splits, planner = list(self._splits(site.world_size)), self._planner(site)
+
+        def peak() -> int:
+            return self._memory(self._trace(splits[-1], site), site).total if splits else 0
+
+        too_large = Choice(site.gpu, site.gpus, None, peak)
+        if site.world_size == 1 and self._stored > planner.capacity:
+            return too_large
         for split in splits:
+            if split.accumulation > splits[0].accumulation == 1:
+                # several passes need no less than one of their size, whose trace is made from those of the first split
+                once = self._trace(replace(split, accumulation=1), site)
+                if planner.least(once).peak > planner.capacity:
+                    continue
             trace = self._trace(split, site)
             if planner.never_fits(trace):
                 break
@@ -120,16 +135,15 @@ class Ranking:
             memory = self._memory(trace, site)
             if self._fits(memory, split, site):
                 return self._described(trace, memory.within(usable(site.gpu)), split, site)
-
-        def peak() -> int:
-            return self._memory(self._trace(splits[-1], site), site).total if splits else 0
-
-        return Choice(site.gpu, site.gpus, None, peak)
+        return too_large
 
     def _trace(self, split: Split, site: Site) -> Trace:
         passes = (split.batch_size, split.accumulation)
         encoded = self._features(site).tier != "off"
-        return self.traces.at(*passes, site.gpu, exact=False, features=encoded)
+        trace = self.traces.at(*passes, site.gpu, exact=False, features=encoded)
+        if not self._stored and (site.gpu.compute_capability or (0, 0)) >= BF16_SINCE:
+            self._stored = stored(trace)
+        return trace
 
     def _features(self, site: Site) -> PlannedFeatures:
         """Features of the run's images there."""

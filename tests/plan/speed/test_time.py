@@ -20,6 +20,7 @@ from flexor.plan.speed.overlap import packing
 from flexor.plan.speed.speeds import (
     GAP,
     KERNEL,
+    UNALIGNED,
     UNCALIBRATED_GPU,
     Sample,
     Speeds,
@@ -32,7 +33,7 @@ from flexor.plan.speed.speeds import (
 )
 from flexor.plan.speed.time import PACKING, step_time, steps_ops
 from flexor.plan.trace.events import Trace
-from flexor.plan.trace.ops import Op
+from flexor.plan.trace.ops import UNALIGNED_ROWS, Op
 from flexor.plan.trace.trace import trace_step
 from support.plans import plan_memory, settings
 
@@ -96,6 +97,39 @@ def test_the_nearest_sample_of_the_same_name_and_type_counts() -> None:
     assert measured.times(product()) == pytest.approx(2)
     assert measured.times(product(64)) == pytest.approx(9)
     assert measured.times(product(4096, torch.float32)) == pytest.approx(7)
+
+
+def memory(name: str, read: int, written: int) -> Op:
+    return Op(name, "memory", "forward", 0, read, written, torch.bfloat16)
+
+
+def test_a_memory_operation_is_like_those_that_read_and_write_in_the_same_ratio(h200: GPU) -> None:
+    def samples(read: int, written: int, times: float) -> list[Sample]:
+        ops = (memory("mul", n * read, n * written) for n in (1 << 24, 1 << 25, 1 << 26))
+        return [sample_of(op, times * limit(op, h200), h200) for op in ops]
+
+    measured = speeds(samples=(*samples(2, 1, 1.2), *samples(1, 1, 3.3)))
+    assert measured.times(memory("mul", 2 << 29, 1 << 29)) == pytest.approx(1.2)
+    assert measured.times(memory("mul", 1 << 29, 1 << 29)) == pytest.approx(3.3)
+
+
+def test_an_operation_that_was_not_measured_is_like_most_others(h200: GPU) -> None:
+    names = {"add": 1.0, "mul": 1.1, "gelu": 1.2, "native_batch_norm": 9.0}
+    measured = speeds(
+        samples=tuple(
+            Sample(name, "bfloat16", extents(memory(name, 1 << 28, 1 << 28)), times)
+            for name, times in names.items()
+        )
+    )
+    assert measured.times(memory("flexor::gate", 1 << 28, 1 << 28)) == pytest.approx(1.15)
+    assert measured.times(memory("native_batch_norm", 1 << 28, 1 << 28)) == pytest.approx(9)
+
+
+def test_a_product_with_unaligned_rows_takes_longer() -> None:
+    aligned, unaligned = product(), product()
+    unaligned.detail = UNALIGNED_ROWS
+    measured = speeds(samples=(Sample("mm", "bfloat16", extents(aligned), 1.5),))
+    assert measured.times(unaligned) == pytest.approx(UNALIGNED * measured.times(aligned))
 
 
 def test_a_sample_of_the_same_memory_format_counts(h200: GPU) -> None:

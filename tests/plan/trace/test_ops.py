@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from flexor.plan.speed.measure import pair
-from flexor.plan.trace.ops import describe
+from flexor.plan.trace.ops import UNALIGNED_ROWS, describe
 from flexor.plan.trace.trace import OperationTracker
 
 aten = torch.ops.aten
@@ -88,3 +88,28 @@ def test_operations_on_images_have_a_memory_format(last: bool, layout: str):
 def test_a_view_is_no_kernel():
     x = torch.empty(2, 3, device="meta")
     assert describe(aten.t.default, (x,), [x], [x.t()], "forward").kind == "view"
+
+
+@pytest.mark.parametrize(
+    "left, right, dtype, aligned",
+    [
+        ((100, 64), (64, 24), torch.bfloat16, True),
+        ((100, 60), (60, 24), torch.bfloat16, False),
+        ((100, 64), (64, 20), torch.bfloat16, False),
+        ((100, 60), (60, 20), torch.float32, True),
+    ],
+)
+def test_products_with_unaligned_rows_are_told_apart(left, right, dtype, aligned):
+    a, b = (torch.empty(shape, dtype=dtype, device="meta") for shape in (left, right))
+    op = describe(aten.mm.default, (a, b), (a, b), (a @ b,), "forward")
+    assert (op.detail != UNALIGNED_ROWS) == aligned
+
+
+def test_the_rows_of_a_transposed_factor_count():
+    gradient, x = (torch.empty(99, width, dtype=torch.bfloat16, device="meta") for width in (60, 64))
+    of_weight = describe(aten.mm.default, (gradient.t(), x), (gradient, x), (gradient.t() @ x,), "backward")
+    assert (
+        of_weight.detail == UNALIGNED_ROWS
+    )  # although M, which is 60, is the length of no row of the result
+    of_other = describe(aten.mm.default, (x.t(), x), (x, x), (x.t() @ x,), "backward")
+    assert of_other.detail != UNALIGNED_ROWS

@@ -2,12 +2,21 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 
 import numpy as np
 
 from flexor.plan.memory.allocator import ROUND
-from flexor.plan.trace.events import Trace
+from flexor.plan.trace.events import Category, Trace, unfreed
+
+STORED: tuple[Category, ...] = ("weights", "optimizer", "ema")
+
+
+def stored(trace: Trace) -> int:
+    """Bytes of weights, the optimizer's state and a moving average."""
+    sizes = {event.storage: event.nbytes for event in trace.events if event.kind == "alloc"}
+    return sum(sizes[storage] for storage in unfreed(trace.events) if trace.category[storage] in STORED)
 
 
 @dataclass(frozen=True)
@@ -20,6 +29,7 @@ class LeastMemory:
     """The most that tensors take at once, in any step but the first."""
 
 
+@functools.lru_cache(maxsize=64)
 def least_memory(trace: Trace) -> LeastMemory:
     """No replay of the trace needs less: it repeats every step, and at its start the whole state exists already."""
     start, end = trace.steps[-1].start, trace.steps[-1].end

@@ -9,8 +9,9 @@ processes change in a trace is in `ranks`.
 
 from __future__ import annotations
 
+import functools
+import itertools
 from dataclasses import dataclass, field, replace
-from functools import cached_property
 
 from flexor.config.for_gpu import settle_for_gpu
 from flexor.config.schema import SHARDED, TrainConfig
@@ -28,6 +29,7 @@ from flexor.train.ranks.split import hsdp_sizes, split_batch
 MOST = 4096  # samples per pass; larger batch sizes are not searched
 # Samples per pass for the extrapolation of the peak. With fewer, memory that does not grow with them may dominate.
 FAR = (32, 64)
+INTERPOLATIONS = 4  # of the largest batch size, before halves are tried
 
 CONTEXT = 500 * MIB  # CUDA context and the kernels that a run loads
 CONTEXT_HOPPER = 840 * MIB  # measured on an H200: 839 to 841 MiB with CUDA 13
@@ -120,7 +122,7 @@ class MemoryPlanner:
             return self._sharded_traces.at(batch_size, accumulation, self.gpu, **options)
         return trace
 
-    @cached_property
+    @functools.cached_property
     def _sharded_traces(self) -> Traces:
         return Traces(replace(self.config, parallel=replace(self.config.parallel, strategy="fsdp")))
 
@@ -132,7 +134,7 @@ class MemoryPlanner:
         return self.plan(trace)
 
     def plan(self, trace: Trace) -> MemoryPlan:
-        peak = self._replayed(trace)
+        peak = _peak(self.trace_of_rank(trace), self._is_graph(trace), self.expandable)
         op = trace.ops[peak.op]
         return MemoryPlan(
             batch_size=trace.batch_size,
@@ -148,10 +150,8 @@ class MemoryPlanner:
             timeline=peak.timeline,
         )
 
-    def _replayed(self, trace: Trace, capacity: int | None = None) -> Peak:
-        graph = is_captured(self.config, self.gpu, trace, self.parallelism(trace))
-        rank = self.trace_of_rank(trace)
-        return replay(rank, WARM_UP, capacity=capacity, expandable=self.expandable, graph=graph)
+    def _is_graph(self, trace: Trace) -> bool:
+        return is_captured(self.config, self.gpu, trace, self.parallelism(trace))
 
     def trace_of_rank(self, trace: Trace) -> Trace:
         """The trace of one process of a multi-process run."""
@@ -160,7 +160,7 @@ class MemoryPlanner:
             return trace
         if parallelism.strategy == "ddp":
             return with_buckets(trace, kept_by_graph=exchanges_over_gloo(self.config))
-        return sharded(trace, parallelism.shards, self.config)
+        return sharded(trace, parallelism.shards, self.config.parallel, half=self.config.precision != "no")
 
     def parallelism(self, trace: Trace) -> Parallelism:
         world_size, parallel = self.world_size, self.config.parallel
@@ -192,8 +192,9 @@ class MemoryPlanner:
         trace = self.trace(batch_size, accumulation, costs=False)
         if self.least(trace).peak > self.capacity:
             return False
+        rank, graph = self.trace_of_rank(trace), self._is_graph(trace)
         try:
-            self._replayed(trace, self.capacity)
+            replay(rank, WARM_UP, capacity=self.capacity, expandable=self.expandable, graph=graph)
         except OutOfMemory:
             return False
         return True
@@ -223,27 +224,39 @@ class MemoryPlanner:
         accumulation = accumulation or self.config.gradient_accumulation_steps or 1
         if self.never_fits(like or self.trace(FAR[0], accumulation, costs=False)):
             return 0
-        fits, too_many = self._bounds(accumulation)
+        most = self._most_at_least(accumulation)
+        fits, too_many, width = most, most + 1, max(1, most // 64)
+        while fits > 0 and not self.fits(fits, accumulation):
+            fits, too_many, width = max(0, fits - width), fits, 2 * width
         while too_many - fits > 1:
             middle = (fits + too_many) // 2
             fits, too_many = (middle, too_many) if self.fits(middle, accumulation) else (fits, middle)
         return fits
 
-    def _bounds(self, accumulation: int) -> tuple[int, int]:
-        """A batch size that fits and one that does not, found around a linear extrapolation."""
-        (less, of_less), (more, of_more) = (
-            (size, self.least(self.trace(size, accumulation, costs=False)).peak) for size in FAR
-        )
+    def _most_at_least(self, accumulation: int) -> int:
+        """The largest batch size of which the sum of all tensors fits: few samples more than fit in fact."""
+
+        def least(size: int) -> int:
+            return self.least(self.trace(size, accumulation, costs=False)).peak
+
+        (less, of_less), (more, of_more) = ((size, least(size)) for size in FAR)
         slope = max(1.0, (of_more - of_less) / (more - less))
-        guess = min(max(1, round(more + (self.capacity - of_more) / slope)), MOST)
-        width = max(1, guess // 32)
-        if self.fits(guess, accumulation):
-            while guess + width <= MOST and self.fits(guess + width, accumulation):
-                guess, width = guess + width, 2 * width
-            return guess, min(guess + width, MOST + 1)
-        while guess - width > 0 and not self.fits(guess - width, accumulation):
-            guess, width = guess - width, 2 * width
-        return max(0, guess - width), guess
+        fits, too_many, guess = 0, MOST + 1, more + (self.capacity - of_more) / slope
+        for attempt in itertools.count():
+            if too_many - fits == 1:
+                break
+            size = round(guess) if attempt < INTERPOLATIONS else (fits + too_many) // 2
+            size = min(max(size, fits + 1), too_many - 1)
+            free = self.capacity - least(size)
+            fits, too_many = (size, too_many) if free >= 0 else (fits, size)
+            guess = size + (max(1.0, free / slope) if free >= 0 else min(-1.0, free / slope))
+        return fits
+
+
+@functools.lru_cache(maxsize=32)
+def _peak(rank: Trace, graph: bool, expandable: bool) -> Peak:
+    """Of a run without limits. GPUs that behave the same share traces, and so this too."""
+    return replay(rank, WARM_UP, expandable=expandable, graph=graph)
 
 
 def context_of(gpu: Card, world_size: int = 1) -> int:

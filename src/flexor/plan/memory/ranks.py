@@ -6,13 +6,14 @@ block's weights while they compute.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from itertools import count
 
-from flexor.config.schema import TrainConfig
+from flexor.config.schema import ParallelConfig
 from flexor.plan.memory.buckets import PlannedBucket, fill_buckets
 from flexor.plan.trace.events import Category, Event, StepEvents, Trace
 
@@ -20,6 +21,10 @@ from flexor.plan.trace.events import Category, Event, StepEvents, Trace
 IN_PARTS: tuple[Category, ...] = ("weights", "gradients", "optimizer", "ema")
 
 
+CACHED = 32  # traces: those of one job on all GPUs
+
+
+@functools.lru_cache(maxsize=CACHED)
 def with_buckets(trace: Trace, kept_by_graph: bool) -> Trace:
     """DDP: when the gradients of a bucket are ready, they are copied there and freed; the optimizer reads the bucket.
 
@@ -69,24 +74,22 @@ def _packed(events: list[Event], buckets: dict[int, PlannedBucket]) -> list[Even
     return out
 
 
-def sharded(trace: Trace, shards: int, config: TrainConfig) -> Trace:
-    """FSDP: a shard of each weight, its gradient and its state.
+@functools.lru_cache(maxsize=CACHED)
+def sharded(trace: Trace, shards: int, parallel: ParallelConfig, half: bool) -> Trace:
+    """FSDP: a shard of each weight, its gradient and its state. `half`: the run computes in a lower precision.
 
     In addition to the shards: blocks are gathered while they compute, and their gradients are reduced afterwards, see
     `_blocks`. The rest of the policy outside of blocks stays gathered. Weights are gathered in the lower precision,
     which replaces autocast's copies. With accumulation, gradients stay whole, in float32, until the last pass.
     """
-    half = config.precision != "no"
     category: dict[int, Category] = dict(trace.category)
     numbers = count(max(category) + 1)
     rest = next(numbers)
     category[rest] = "weights"
-    on_host: tuple[Category, ...] = (
-        ("weights", "gradients", "optimizer") if config.parallel.cpu_offload else ()
-    )
+    on_host: tuple[Category, ...] = ("weights", "gradients", "optimizer") if parallel.cpu_offload else ()
 
     def change(events: list[Event], step: StepEvents | None) -> list[Event]:
-        blocks = _blocks(trace, step, config, numbers, category) if step else []
+        blocks = _blocks(trace, step, parallel, half, numbers, category) if step else []
         computed = sum(gradient.nbytes for gradient in step.ready) if step else 0
         gradients = trace.gradients / computed if computed else 1  # more where bfloat16 copies got them
         share = dict.fromkeys(IN_PARTS, 1 / shards)
@@ -107,7 +110,12 @@ def sharded(trace: Trace, shards: int, config: TrainConfig) -> Trace:
 
 
 def _blocks(
-    trace: Trace, step: StepEvents, config: TrainConfig, numbers: Iterator[int], category: dict[int, Category]
+    trace: Trace,
+    step: StepEvents,
+    parallel: ParallelConfig,
+    half: bool,
+    numbers: Iterator[int],
+    category: dict[int, Category],
 ) -> list[Event]:
     """When a step gathers the weights of blocks, and reduces their gradients over the ranks.
 
@@ -115,14 +123,14 @@ def _blocks(
     that the backward pass starts with; what it gathers earlier meets fewer activations. When a block's backward pass
     has ended, its gradients are copied into a float32 buffer, which is reduced while the next block computes.
     """
-    half, rest = config.precision != "no", trace.units[-1]
+    rest = trace.units[-1]
     end_of = {gradient.unit: gradient.op for gradient in step.ready}
     order = [trace.units[unit] for unit in sorted(end_of, key=end_of.__getitem__)]
     weights = [0 if unit is rest else unit.gathered(half) for unit in order]
     gathered = [sum(weights[i : i + 2]) for i in range(len(order))]
     frozen = sorted((unit.gathered(half) for unit in trace.units[:-1] if not unit.trained), reverse=True)
     gathered[:1] = [max([*gathered[:1], sum(frozen[:2])])]
-    if not config.parallel.reshard_after_forward:
+    if not parallel.reshard_after_forward:
         gathered = [sum(unit.gathered(half) for unit in trace.units[:-1])] * len(order)
     reduced = [0, *(4 * unit.trained for unit in order)]
     gradients = [*(unit.gradients(half) for unit in order), 0]

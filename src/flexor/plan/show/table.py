@@ -41,7 +41,8 @@ see [many GPUs](multi_gpu.md#speed-on-several-gpus).
 
 *Memory* is the peak memory on one {REFERENCE}. *To buy* is the card with the lowest price on which the run fits.
 *To rent* is the GPU with the lowest price for the whole run. *Fastest* is the single GPU with the shortest run; if
-several are equally fast, the cheapest of them. GPUs without bf16 and GPUs that share the host's memory are left out.
+several are equally fast, the cheapest of them. A policy with one row computes in bf16 with any precision: that is the
+type of its weights. GPUs without bf16 and GPUs that share the host's memory are left out.
 Prices come from `src/flexor/plan/site/gpus.toml`; each has a date.
 """
 
@@ -82,13 +83,24 @@ def hardware_guide(
 
 
 def rows(kind: str, hardware: Hardware, gpus: Sequence[GPU] = ()) -> Iterator[Row]:
+    """One in each precision; one in all if the policy computes in its own type, which no precision changes."""
     robot, policy = usual_robot(policy_class(kind).Config())
+    before: Row | None = None
     for precision in PRECISIONS:
         dataset = DatasetConfig(cache=CacheConfig(tier="disk"))
         config = TrainConfig(
             dataset=dataset, policy=policy, epochs=EPOCHS, batch_size=BATCH, precision=precision
         )
-        yield _row(kind, robot, config, hardware, gpus)
+        row = _row(kind, robot, config, hardware, gpus)
+        if before is not None and _need(before) != _need(row):
+            yield before
+        before = row
+    assert before is not None
+    yield before
+
+
+def _need(row: Row) -> tuple[int, float]:
+    return row.plan.peak, row.plan.run_time.step.seconds
 
 
 def _row(kind: str, robot: Robot, config: TrainConfig, hardware: Hardware, gpus: Sequence[GPU]) -> Row:

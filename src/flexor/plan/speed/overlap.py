@@ -57,7 +57,7 @@ def traffic(buckets: Iterable[Sent], backward: float, seconds: Callable[[float],
     return Traffic(total, max(0.0, free - backward))
 
 
-@functools.lru_cache(maxsize=8)
+@functools.lru_cache(maxsize=32)
 def packing(trace: Trace) -> tuple[tuple[PlannedBucket, Op], ...]:
     """The buckets of a step, each with the operation that copies gradients into it, if any have to be copied."""
     return tuple((bucket, _copy(bucket)) for bucket in fill_buckets(trace.steps[-1].ready))

@@ -24,7 +24,7 @@ import torch
 from flexor.core.errors import ConfigError
 from flexor.core.machine import cache_folder
 from flexor.plan.site.hardware import GPU
-from flexor.plan.trace.ops import Layout, Op
+from flexor.plan.trace.ops import UNALIGNED_ROWS, Layout, Op
 
 KERNEL = 2e-6  # GPU seconds of the smallest kernel
 NEIGHBOURS = 3
@@ -32,6 +32,15 @@ BLUR = 0.1  # squared distance (in log2 of an extent) below which neighbours hav
 POSITIONS = 0.5
 """How much the number of pixels counts in the distance of two convolutions, relative to their channels. Chosen where
 samples are predicted best from the other samples."""
+RATIO = 3.0
+"""How much the ratio of bytes read to bytes written counts in the distance of two memory operations, relative to their
+bytes: it tells a product of two tensors from one with a broadcast vector, which takes three times its limit. Chosen
+where samples are predicted best from the other samples, as is the next one."""
+SATURATED = 28.0  # log2 of the bytes above which a single kernel takes the same time per byte
+NAMES = 11  # kinds of memory operations that one which was not measured is compared with
+UNALIGNED = 2.0
+"""Time of a matrix product with rows that are no multiples of 16 bytes, relative to one with such rows: cuBLAS has no
+kernels for it that load through the tensor memory accelerator, and those of older GPUs load 8 bytes at a time."""
 VIEW = 0.4  # host time of a view, relative to an operation that computes
 UNITS = {
     torch.float32: "tf32",
@@ -124,25 +133,27 @@ class Speeds:
 
     def times(self, op: Op) -> float:
         """The operation's time relative to its limit."""
-        key = (op.name, op.layout, _type(op), extents(op))
+        key = (op.name, op.layout, op.detail, op.kernels == 1, _type(op), extents(op))
         if key not in self._cache:
             self._cache[key] = self._interpolated(op, np.array(key[-1]))
         return self._cache[key]
 
     def _interpolated(self, op: Op, point: np.ndarray) -> float:
+        slower = UNALIGNED if op.detail == UNALIGNED_ROWS else 1.0
         for key in _keys(op):
             points, times = self._groups.get(key, (np.empty((0, 0)), np.empty(0)))
             if points.shape[1] == len(point):
-                break
-        else:
-            return 1.0
-        difference = points - point
-        if op.kind == "convolution":
-            difference = difference * (POSITIONS, 1, 1)
-        distance = (difference**2).sum(1)
-        nearest = np.argsort(distance, kind="stable")[:NEIGHBOURS]
-        weight = 1 / (distance[nearest] + BLUR)
-        return float(np.exp((weight * np.log(times[nearest])).sum() / weight.sum()))
+                return slower * _nearest(points, times, point, op)[0]
+        return self._like_others(op, point) if op.kind == "memory" else slower
+
+    def _like_others(self, op: Op, point: np.ndarray) -> float:
+        """A memory operation that was not measured: the median of those that are most similar, one of each name."""
+        groups = [g for key, g in self._groups.items() if key[0] is not KIND and key[1:] == (_type(op),)]
+        if not groups:
+            groups = [group for key, group in self._groups.items() if key[0] is not KIND and len(key) == 1]
+        similar = [_nearest(*group, point, op) for group in groups if group[0].shape[1] == len(point)]
+        similar.sort(key=lambda each: each[1])
+        return float(np.median([times for times, _ in similar[:NAMES]])) if similar else 1.0
 
     @functools.cached_property
     def _cache(self) -> dict[tuple, float]:
@@ -163,6 +174,27 @@ class Speeds:
         }
 
 
+def _nearest(points: np.ndarray, times: np.ndarray, point: np.ndarray, op: Op) -> tuple[float, float]:
+    """The relative time at a point, interpolated between the nearest samples, and the distance of the nearest."""
+    if op.kind == "memory":
+        largest = SATURATED if op.kernels == 1 else math.inf
+        points, point = _by_ratio(points, largest), _by_ratio(point, largest)
+    difference = points - point
+    if op.kind == "convolution":
+        difference = difference * (POSITIONS, 1, 1)
+    distance = (difference**2).sum(1)
+    nearest = np.argsort(distance, kind="stable")[:NEIGHBOURS]
+    weight = 1 / (distance[nearest] + BLUR)
+    return float(np.exp((weight * np.log(times[nearest])).sum() / weight.sum())), float(distance[nearest[0]])
+
+
+def _by_ratio(extents: np.ndarray, largest: float) -> np.ndarray:
+    """log2 of bytes read and written as log2 of their sum and their ratio."""
+    read, written = extents[..., 0], extents[..., 1]
+    total = np.minimum(np.logaddexp2(read, written), largest)
+    return np.stack([total, RATIO * (read - written)], -1)
+
+
 def _keys(op: Op) -> Iterator[tuple[str, ...]]:
     """Where to look for samples like an operation: in its own memory format first, then in others."""
     names = [named(op.name, layout) for layout in sorted(LAYOUTS, key=lambda each: each != op.layout)]
@@ -170,7 +202,8 @@ def _keys(op: Op) -> Iterator[tuple[str, ...]]:
     yield from ((name,) for name in names)
     if op.name in ALIKE:
         yield ALIKE[op.name]
-    yield from ((KIND, op.kind, _type(op)), (KIND, op.kind))
+    if op.kind != "memory":
+        yield from ((KIND, op.kind, _type(op)), (KIND, op.kind))
 
 
 def kind_of(sample: Sample) -> str:

@@ -161,7 +161,7 @@ def _last_pass(ops: list[Op]) -> tuple[int, int]:
     return begin, end
 
 
-@functools.lru_cache(maxsize=8)
+@functools.lru_cache(maxsize=32)
 def _different(trace: Trace, speeds: Speeds) -> list[tuple[Op, int, float]]:
     """Each distinct operation of a step, how often it occurs, and its time relative to its limit. Few of a step's
     thousands of operations are distinct."""

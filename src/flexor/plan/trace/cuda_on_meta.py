@@ -34,6 +34,7 @@ CALLED_CODE = tuple(
 )
 
 Backend = Literal["cudnn", "flash", "efficient", "math"]
+Capability = tuple[int, int] | None
 
 
 class SyncPoint(NamedTuple):
@@ -121,6 +122,13 @@ def attention_backend(
     if sm >= 50 and not no_bfloat16 and width % (8 if half else 4) == 0:
         return "efficient"
     return "math"
+
+
+def like_in_kernels(capability: Capability) -> Capability:
+    """One GPU for all that have the same attention kernels in torch."""
+    if capability is None or capability in ((9, 0), (10, 0)):
+        return capability
+    return (7, 5) if capability < (8, 0) else (8, 0)
 
 
 def _version() -> tuple[int, int]:
@@ -275,8 +283,9 @@ class CudaOnMeta(TorchFunctionMode):
     ) -> Any:
         args, kwargs = tuple(args), kwargs or {}
         name = getattr(function, "__name__", "")
-        is_ours = getattr(function, "_qualified_op_name", "").startswith("flexor::")
-        if is_ours or name in ("__get__", "__set__"):
+        if name in ("__get__", "__set__"):  # most calls: shapes, types and devices are read
+            return function(*args, **kwargs)
+        if getattr(function, "_qualified_op_name", "").startswith("flexor::"):
             return function(*args, **kwargs)
         if name in VALUES or name == "item":
             return self._value(name, function, args)

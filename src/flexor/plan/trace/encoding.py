@@ -10,7 +10,7 @@ import torch
 from flexor.config.for_gpu import settle_for_gpu
 from flexor.config.schema import TrainConfig
 from flexor.data.frames.features import FeatureFormat
-from flexor.plan.trace.cuda_on_meta import Card, CudaOnMeta
+from flexor.plan.trace.cuda_on_meta import Card, CudaOnMeta, like_in_kernels
 from flexor.plan.trace.features import formats_of, why_not_once
 from flexor.plan.trace.ops import Op
 from flexor.plan.trace.rehearsal import META, policy_on, rehearsed_processing
@@ -35,7 +35,8 @@ class Encoding(NamedTuple):
     """To encode CHUNK images of every camera."""
 
 
-_traced: dict[tuple[str, object], Encoding] = {}
+_traced: dict[tuple[str, str, object], Encoding] = {}
+_refused: dict[str, Encoding] = {}  # by settings: the reason depends on no GPU
 
 
 def trace_encoding(config: TrainConfig, gpu: Card) -> Encoding:
@@ -44,13 +45,15 @@ def trace_encoding(config: TrainConfig, gpu: Card) -> Encoding:
     if kind.image_encoder is Policy.image_encoder or not config.policy.images:
         return Encoding(NOTHING, {}, [])
     config = settle_for_gpu(config, gpu.compute_capability)
-    settings = (config.policy, config.lora, config.precision, config.weights_dtype, config.ema.enable)
-    key = (
-        repr((*settings, config.parallel.strategy, config.dataset.image_transforms)),
-        gpu.compute_capability,
-    )
+    parts = (config.policy, config.lora, config.weights_dtype, config.ema.enable)
+    settings = repr((*parts, config.parallel.strategy, config.dataset.image_transforms))
+    if settings in _refused:
+        return _refused[settings]
+    key = (settings, config.precision, like_in_kernels(gpu.compute_capability))
     if key not in _traced:
         _traced[key] = _trace(config, gpu)
+    if _traced[key].why_not is not None:
+        _refused[settings] = _traced[key]
     return _traced[key]
 
 

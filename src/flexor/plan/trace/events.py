@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import os
+from collections import Counter
 from collections.abc import Hashable, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -165,5 +167,12 @@ class Trace:
 
     def nbytes(self, category: Category) -> int:
         """Bytes allocated in a category, for memory that is never freed, such as weights; gradients: of one step."""
-        allocations = (event for event in self.events if event.kind == "alloc")
-        return sum(event.nbytes for event in allocations if self.category[event.storage] == category)
+        return self._nbytes[category]
+
+    @functools.cached_property
+    def _nbytes(self) -> Counter[Category]:
+        total: Counter[Category] = Counter()
+        for event in self.events:
+            if event.kind == "alloc":
+                total[self.category[event.storage]] += event.nbytes
+        return total

@@ -22,7 +22,7 @@ Phase = Literal["host", "build", "load", "batch", "forward", "backward", "clip",
 class Op:
     """One call of an operator. `extent` and `detail` depend on the kind:
 
-    matmul       (batch, M, N, K)
+    matmul       (batch, M, N, K); `UNALIGNED_ROWS` if a row of a matrix in lower precision is no multiple of 16 bytes
     convolution  (M, N, K) of the equivalent matrix product, "forward" or "backward"
     attention    (batch, heads, queries, keys, width), the kernel, "forward" or "backward"
     memory       `OVER_ROWS` for a sum over rows, whose results are contiguous
@@ -58,6 +58,7 @@ class Op:
 
 
 OVER_ROWS = ("over rows",)
+UNALIGNED_ROWS = ("unaligned rows",)
 NAMESPACE = "flexor::"  # of Flexor's own kernels
 ADAM_WITH_COPIES = f"{NAMESPACE}adam_with_copies"  # a kernel for each tensor
 ADAMW_8BIT = f"{NAMESPACE}adamw_8bit"
@@ -165,6 +166,14 @@ def _matmul(op: Op, factors: Sequence[Any]) -> None:
     rows, inner, columns = left.shape[-2], left.shape[-1], right.shape[-1]
     op.kind, op.dtype, op.extent = "matmul", left.dtype, (batch, rows, columns, inner)
     op.flops = 2.0 * batch * rows * columns * inner
+    in_rows = (_has_aligned_rows(left), _has_aligned_rows(right), columns * left.element_size() % 16 == 0)
+    if left.element_size() < 4 and not all(in_rows):
+        op.detail = UNALIGNED_ROWS
+
+
+def _has_aligned_rows(matrix: Tensor) -> bool:
+    rows = matrix.stride(-2) if matrix.stride(-1) == 1 else matrix.stride(-1)
+    return rows * matrix.element_size() % 16 == 0
 
 
 def _product(x: Tensor, weight: Tensor, out: Tensor, transposed: bool) -> tuple[int, int, int]:

@@ -69,6 +69,11 @@ class OperationTracker(TorchDispatchMode):
         kwargs = kwargs or {}
         if self.phase == "host":
             return function(*args, **kwargs)
+        with torch._C.DisableTorchFunction():  # the shapes that are read here are no calls of the policy
+            return self._watch(function, args, kwargs)
+
+    def _watch(self, function: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+        """Run an operator, and record it."""
         if self.device == "meta" and is_view(function):  # it allocates nothing
             if args[0].is_meta:
                 self.ops.append(Op(operator_name(function), "view", self.phase, module=self.module))

@@ -14,7 +14,7 @@ from typing import NamedTuple
 from flexor.config.for_gpu import FP8_SINCE, settle_for_gpu
 from flexor.config.schema import TrainConfig
 from flexor.core.typed import with_settings
-from flexor.plan.trace.cuda_on_meta import HALF, Card
+from flexor.plan.trace.cuda_on_meta import HALF, Capability, Card, like_in_kernels
 from flexor.plan.trace.events import Trace
 from flexor.plan.trace.rescale import OperationsDiffer, rescale
 from flexor.plan.trace.trace import trace_step
@@ -24,8 +24,6 @@ LOW, HIGH = 2, 4  # batch sizes that are traced; a batch size of 1 takes other c
 # In fp8, matrices have a multiple of 16 rows, and small ones are not in fp8.
 LOW_FP8, HIGH_FP8 = 16, 32
 PASSES = 2  # passes that differ
-
-Capability = tuple[int, int] | None
 
 
 class RepresentativeGPU(NamedTuple):
@@ -118,7 +116,7 @@ class _SettledTraces:
 
     def _representative(self, capability: Capability, exact: bool) -> Capability:
         """A GPU for which torch makes the same choices; if possible, one that was traced already."""
-        capability = FP8_SINCE if self._is_like_ada(capability) else _kind(capability)
+        capability = FP8_SINCE if self._is_like_ada(capability) else like_in_kernels(capability)
         traced = {gpu: trace for (_, _, gpu), trace in [*self._made.items()]}  # other threads may add some
         if capability in traced:
             return capability
@@ -129,14 +127,7 @@ class _SettledTraces:
 
     def _is_like_ada(self, capability: Capability) -> bool:
         """Whether it stands for a kind of GPUs, of which the oldest do not multiply in fp8."""
-        return self.config.precision == "fp8" and _kind(capability) == (8, 0)
-
-
-def _kind(capability: Capability) -> Capability:
-    """One GPU for all that have the same attention kernels in torch."""
-    if capability is None or capability in ((9, 0), (10, 0)):
-        return capability
-    return (7, 5) if capability < (8, 0) else (8, 0)
+        return self.config.precision == "fp8" and like_in_kernels(capability) == (8, 0)
 
 
 def _same_step(trace: Trace, gpu: Capability, other: Capability) -> bool:
@@ -146,7 +137,7 @@ def _same_step(trace: Trace, gpu: Capability, other: Capability) -> bool:
     return None not in (gpu, other) and not any(dtype in HALF for _, _, dtype, _ in trace.attention)
 
 
-@functools.lru_cache(maxsize=8)
+@functools.lru_cache(maxsize=32)
 def _with_workspaces(trace: Trace, size: int) -> Trace:
     """The trace with cuBLAS workspaces of another size."""
     workspaces = {n for n, category in trace.category.items() if category == "workspaces"}

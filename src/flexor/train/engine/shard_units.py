@@ -34,10 +34,10 @@ def sharding_of(policy: Policy) -> Sharding:
     tied = {id(parameter) for parameter in shared_parameters(policy)}
     sharding = Sharding()
     for block in [*policy.shard_units(), policy]:
-        modules = list(_modules(block, sharding.units))
-        apart = _other_dtypes([p for module in modules for p in module.parameters(recurse=False)])
-        for module in modules:
-            trained = [p for p in module.parameters(recurse=False) if p.requires_grad]
+        weights = {module: [*module.parameters(recurse=False)] for module in _modules(block, sharding.units)}
+        apart = _other_dtypes([p for parameters in weights.values() for p in parameters])
+        for module, parameters in weights.items():
+            trained = [p for p in parameters if p.requires_grad]
             alone = trained and all(id(p) in apart and id(p) not in tied for p in trained)
             if alone and type(module) is nn.Linear:
                 sharding.units.append(module)
@@ -64,11 +64,15 @@ def shared_between(policy: Policy, units: list[nn.Module]) -> dict[str, nn.Param
 
 def _modules(module: nn.Module, units: list[nn.Module]) -> Iterator[nn.Module]:
     """The modules within one, except for those in units."""
-    if any(module is unit for unit in units):
+    return _modules_outside(module, {id(unit) for unit in units})
+
+
+def _modules_outside(module: nn.Module, units: set[int]) -> Iterator[nn.Module]:
+    if id(module) in units:
         return
     yield module
     for child in module.children():
-        yield from _modules(child, units)
+        yield from _modules_outside(child, units)
 
 
 def _other_dtypes(parameters: list[nn.Parameter]) -> set[int]:
