@@ -239,7 +239,7 @@ def _step(learner: Learner, tracker: OperationTracker, number: int) -> StepEvent
     """An update. The GPU has its batches already: there is nothing to load."""
     step = StepEvents(number, start=len(tracker.events), loaded=len(tracker.events))
     tracker.phase = "forward"
-    bounds = torch.zeros(4, dtype=torch.int64, device=META)
+    bounds = torch.zeros(2, dtype=torch.int64, device=META)
     learner.update(bounds, Noise(0, number, learner.sample_ids), number)
     tracker.name(_optimizer_state(learner), "optimizer")
     trained = [p for each in (learner.policy, learner.algorithm) for p in each.parameters()]
