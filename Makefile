@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 
-.PHONY: setup demo test lint types clean parity site
+.PHONY: setup demo test lint types tests clean parity site
 
 setup: $(VENV)/.ready
 
@@ -24,7 +24,11 @@ $(VENV)/.ready: pyproject.toml constraints.txt requirements.lock
 demo: setup
 	$(BIN)/flexor demo
 
-test: setup lint types
+# mypy beside pytest: one process that takes minutes, if it has no cache, and tests that often wait.
+test: setup lint
+	$(MAKE) --no-print-directory -j2 types tests
+
+tests: setup
 	$(BIN)/python -m pytest -n 4 --dist loadgroup
 
 lint: setup
