@@ -67,10 +67,8 @@ def run(arguments: list[str]) -> int:
     from flexor.evaluate.served import ServerAddress
     from flexor.rl.actor import ActorSettings, collect
 
-    env, rl = (
-        from_plain(kind, settings.get(name, {}), name)
-        for kind, name in ((EnvConfig, "env"), (RLConfig, "rl"))
-    )
+    env = from_plain(EnvConfig, settings.get("env", {}), "env")
+    rl = from_plain(RLConfig, settings.get("rl", {}), "rl")
     check_values(rl, "rl")
     if env.type is None:
         raise ConfigError("Say where to act with --env.type=place, or any gymnasium id.")
