@@ -165,6 +165,7 @@ def test_what_can_not_work_is_refused(data, tmp_path):
         (["--rl.storage=cuda"], "rl.storage=cuda"),
         (["--ema.enable=true"], "ema.enable=True has no effect"),
         (["--precision=bf16"], "precision=bf16 has no effect"),
+        (["--rl.serve.port=0", "--rl.intervener=scripted"], "give it to `flexor collect`"),
     ):
         with pytest.raises(ConfigError, match=message):
             online.train(

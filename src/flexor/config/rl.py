@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from flexor.core.errors import ConfigError
 from flexor.core.typed import setting
 from flexor.policies.sac.settings import SACSettings
 
@@ -73,6 +74,16 @@ class RLConfig(SACSettings):
     """Images of a batch are shifted at random by up to this many pixels; 0: not at all."""
 
     serve: RLServeConfig = setting(RLServeConfig, may_change=True)
+
+    def check_actors(self) -> None:
+        """Refuse settings of those who act, where they act on other machines."""
+        for name, idle in (("intervener", "none"), ("reward_classifier", None)):
+            value = getattr(self, name)
+            if self.serve.port is not None and value != idle:
+                raise ConfigError(
+                    f"rl.{name}={value} has no effect with rl.serve.port, because the actors are elsewhere: give it to "
+                    "`flexor collect`."
+                )
 
     @property
     def observations(self) -> int:

@@ -336,6 +336,7 @@ def validate(config: TrainConfig) -> None:
 
 def _validate_online(config: TrainConfig) -> None:
     config.rl.check_algorithm()
+    config.rl.check_actors()
     if config.env.type is None and config.rl.serve.port is None:
         raise ConfigError(
             f"policy.type={config.policy.type} learns while it acts: say where with --env.type=place (or any gymnasium "
