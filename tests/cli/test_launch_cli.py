@@ -100,7 +100,7 @@ def test_what_can_not_be_launched(arguments, four_gpus, capsys):
 def test_one_process_is_this_one(no_gpu, capsys):
     for launcher in ([], ["launch", "local"]):
         assert main([*launcher, "resume", "nowhere", "--processes=1"]) == 1
-        assert ": nowhere is not a run" in capsys.readouterr().err
+        assert ": nowhere: there is no such folder" in capsys.readouterr().err
 
 
 @pytest.mark.ranks

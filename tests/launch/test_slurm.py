@@ -181,7 +181,7 @@ def test_without_sbatch_the_script_is_left_with_a_copy_of_the_settings(tmp_path,
         (["--", "--steps=0"], "steps=0 must be at least 1"),
         (["--", "eval", "run"], "Can't launch 'eval'"),
         (["--", "resume"], "No run given"),
-        (["--", "resume", "/nowhere"], "/nowhere is not a run"),
+        (["--", "resume", "/nowhere"], "/nowhere: there is no such folder"),
         (["--", "--resume=true"], "resume RUN"),
     ],
 )

@@ -182,7 +182,7 @@ def test_held_out_loss_is_one_number_whatever_the_batch(lowdim, tiny_act, tmp_pa
     losses = []
     for batch in (1, 4, 7, 100):
         state, dataset = state_of(lowdim, tiny_act, tmp_path, f"--batch_size={batch}")
-        losses += [held_out_loss(state, dataset), held_out_loss(state, dataset)]
+        losses += [held_out_loss(state, dataset)["held_out_loss"] for _ in range(2)]
         assert state.policy.training
     assert losses[0] == losses[1] and losses == pytest.approx([losses[0]] * 8, rel=1e-5)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import gc
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from flexor.cli.flags import ROBOT, described_run, names_dataset, robot_flags
 from flexor.core.console import GREEN, RED, print_json, print_text, progress
@@ -119,11 +119,12 @@ def _run(arguments: list[str]) -> int:
         return _calibrate(hardware)
     if parsed.price is not None and not parsed.price > 0:
         raise ConfigError(f"--price={parsed.price:g} must be above 0.")
+    flags = parse_flags(settings)
     if parsed.table:
-        return _table(parsed, settings, hardware)
-    if plans_to_learn_online(parse_flags(settings)):
-        return _online(parsed, settings, hardware)
-    study = _study(parsed, settings, hardware)
+        return _table(parsed, flags, hardware)
+    if plans_to_learn_online(flags):
+        return _online(parsed, flags, hardware)
+    study = _study(parsed, flags, hardware)
     from flexor.plan.show import as_json, report
 
     if parsed.html:
@@ -138,13 +139,11 @@ def _run(arguments: list[str]) -> int:
     return 0 if study.plan.fits else 1
 
 
-def _table(parsed: argparse.Namespace, settings: list[str], hardware: Hardware) -> int:
+def _table(parsed: argparse.Namespace, flags: dict[str, Any], hardware: Hardware) -> int:
     """All policies on all GPUs, or those that --policy.type and --gpu name."""
-    from flexor.config.parse import parse_flags
     from flexor.plan.show.table import hardware_guide
     from flexor.policies import POLICIES, policy_class
 
-    flags = parse_flags(settings)
     kinds = [kind.strip() for kind in str(flags.pop("policy.type", ",".join(POLICIES))).split(",")]
     if flags:
         raise ConfigError(
@@ -161,7 +160,7 @@ def _table(parsed: argparse.Namespace, settings: list[str], hardware: Hardware) 
     return 0
 
 
-def _online(parsed: argparse.Namespace, settings: list[str], hardware: Hardware) -> int:
+def _online(parsed: argparse.Namespace, flags: dict[str, Any], hardware: Hardware) -> int:
     """A run that learns while it acts, on the GPUs that --gpu names, this machine's, or all that can be planned."""
     from flexor.rl.planning import plan_gpus
     from flexor.rl.planning_report import render, to_json
@@ -171,7 +170,7 @@ def _online(parsed: argparse.Namespace, settings: list[str], hardware: Hardware)
             raise ConfigError(
                 f"--{flag} has no effect on a plan of a run that learns while it acts: leave it out."
             )
-    config, actions, demonstrations, assumed = _online_job(parsed, settings)
+    config, actions, demonstrations, assumed = _online_job(parsed, flags)
     gpus, here = _gpus(parsed.gpu, hardware)
     plans = plan_gpus(config, actions, demonstrations, gpus or [*hardware.gpus.values()], here)
     rate = parsed.rate_hz or parsed.fps or FPS
@@ -182,13 +181,12 @@ def _online(parsed: argparse.Namespace, settings: list[str], hardware: Hardware)
     return 0 if plans[0].fits else 1
 
 
-def _online_job(parsed: argparse.Namespace, settings: list[str]) -> tuple[TrainConfig, int, int, str]:
+def _online_job(parsed: argparse.Namespace, flags: dict[str, Any]) -> tuple[TrainConfig, int, int, str]:
     """The settings with the policy's features, the numbers in an action, demonstrated steps, and what was assumed."""
     from flexor.cli.flags import described_run
-    from flexor.config.parse import config_from_flags, parse_flags
+    from flexor.config.parse import config_from_flags
     from flexor.rl.planning import fitted_to_environment
 
-    flags = parse_flags(settings)
     described = any(getattr(parsed, name) is not None for name in ROBOT)
     if not described and {"env.type", "config"} & flags.keys():
         return *fitted_to_environment(config_from_flags(flags)), ""
@@ -200,10 +198,10 @@ def _online_job(parsed: argparse.Namespace, settings: list[str]) -> tuple[TrainC
     return config, robot.action + discrete, demonstrations, assumed
 
 
-def _study(parsed: argparse.Namespace, settings: list[str], hardware: Hardware) -> Comparison:
+def _study(parsed: argparse.Namespace, flags: dict[str, Any], hardware: Hardware) -> Comparison:
     from flexor.plan.compare import study
 
-    config, data, assumed = _job(parsed, settings)
+    config, data, assumed = _job(parsed, flags)
     gpus, here = _gpus(parsed.gpu, hardware)
     for name in ("gpus", "nodes", "frames", "executed"):
         value = getattr(parsed, name)
@@ -238,11 +236,10 @@ def _study(parsed: argparse.Namespace, settings: list[str], hardware: Hardware) 
     )
 
 
-def _job(parsed: argparse.Namespace, settings: list[str]) -> tuple[TrainConfig, Data, str]:
+def _job(parsed: argparse.Namespace, flags: dict[str, Any]) -> tuple[TrainConfig, Data, str]:
     """The settings with the policy's features filled in, the data, and what was assumed about the data."""
-    from flexor.config.parse import config_from_flags, parse_flags
+    from flexor.config.parse import config_from_flags
 
-    flags = parse_flags(settings)
     if names_dataset(parsed, flags, ("frames", "fps", *ROBOT)):
         from flexor.plan.data.from_dataset import open_for_plan
 
