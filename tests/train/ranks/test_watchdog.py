@@ -197,7 +197,8 @@ def hold_the_interpreter(watchdog: Watchdog) -> None:
     step(watchdog, 0)
     if watchdog.rank == 1:
         be_heard(watchdog)
-        ctypes.PyDLL(None).sleep(int(FOREVER_S))  # PyDLL: unlike CDLL, without letting other threads run
+        # PyDLL: unlike CDLL, without letting other threads run
+        ctypes.PyDLL(None).read(os.pipe()[0], ctypes.create_string_buffer(1), 1)
     step(watchdog, 1)
 
 

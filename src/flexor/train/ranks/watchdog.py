@@ -3,8 +3,7 @@
 A thread checks this rank about once a second. After `timeout_s` without progress it names the rank that is behind,
 prints the stacks of this process and ends it, because a process that is stuck in a collective can't be unwound.
 Slow work is no hang: while any rank is in `without_limit`, it is enough that all ranks send heartbeats. Time in which
-the whole process was suspended does not count. A timer of `faulthandler` would count it, and crashes when it reads the
-stacks of threads that run again.
+the whole process was suspended does not count.
 
 | Problem | Which ranks end, and when |
 | --- | --- |
@@ -17,7 +16,9 @@ The watchdog does not end a run of one process. It prints the message and the st
 
 from __future__ import annotations
 
+import faulthandler
 import os
+import signal
 import sys
 import threading
 import time
@@ -66,6 +67,7 @@ class Watchdog:
         self._ended: str | None = None
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
+        self._stack_timer = StackTimer()
         self._heartbeats: Heartbeats | None = None
         if store is not None and len(hosts) > 1:
             self._heartbeats = Heartbeats(self._heartbeat, hosts, store, lambda: self._now, self._tick)
@@ -90,6 +92,7 @@ class Watchdog:
 
     def __enter__(self) -> Watchdog:
         if self._heartbeats:
+            self._stack_timer.install()
             self._heartbeats.start()
         self._thread.start()
         return self
@@ -99,6 +102,7 @@ class Watchdog:
         self._ended = DONE if error is None else culprit or f"{type(error).__name__}: {error}".splitlines()[0]
         self._stop.set()
         self._thread.join(10)
+        self._stack_timer.remove()
         if self._heartbeats:
             self._heartbeats.stop()
         if culprit:
@@ -115,6 +119,7 @@ class Watchdog:
         try:
             last = time.monotonic()
             while not self._stop.is_set():
+                self._stack_timer.start(self.timeout_s)
                 now = time.monotonic()
                 self._now += min(now - last, 3 * self._tick)
                 last = now
@@ -218,6 +223,33 @@ class Watchdog:
 
     def _describe(self) -> str:
         return f"This is rank {self.rank} on {self.host}, at {_place(self._heartbeat())}"
+
+
+class StackTimer:
+    """Prints the main thread's stack when time is up, also if some code never releases the interpreter lock (GIL).
+
+    Its clock also runs while the process is suspended, so it may print one stack too many when the process goes on. A
+    timer of `faulthandler` prints all threads' stacks from a thread of its own, which crashes where they run meanwhile.
+    """
+
+    installed = False
+
+    def install(self) -> None:
+        """Nothing happens if the program uses this signal itself."""
+        if signal.getsignal(signal.SIGALRM) == signal.SIG_DFL:
+            faulthandler.register(signal.SIGALRM, file=2, all_threads=False)
+            self.installed = True
+
+    def start(self, seconds: float) -> None:
+        """Start again."""
+        if self.installed:
+            signal.setitimer(signal.ITIMER_REAL, seconds)
+
+    def remove(self) -> None:
+        if self.installed:
+            self.installed = False
+            signal.setitimer(signal.ITIMER_REAL, 0)
+            faulthandler.unregister(signal.SIGALRM)
 
 
 def _is_from_collective(error: BaseException | None) -> bool:
