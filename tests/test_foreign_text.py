@@ -25,6 +25,7 @@ ROOT = Path(__file__).parents[1]
 # files that call `print` themselves, and why
 PRINT = {
     "src/flexor/core/console.py": "the place for it",
+    "src/flexor/cli/ui.py": "the link, whose token print_text would hide",
     "src/flexor/data/show/terminal.py": "images, as codes for the terminal",
     "src/flexor/bench/serve_load.py": "numbers, for the process that started it",
     "src/flexor/bench/decode_alone.py": "numbers, for the process that started it",

@@ -18,6 +18,9 @@ CASES = [
     "smolvla 8",
 ]
 
+FREED = {"multi_task_dit 32 --policy.vision_encoder_lr_multiplier=0": 32 * 2 * 2 * 3 * 224 * 224 * 4}
+"""Bytes that a run needs less than when it was measured: the cropped images are no longer in memory twice."""
+
 
 @pytest.mark.parametrize("name", CASES)
 def test_a_plan_is_as_measured(name: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
@@ -30,7 +33,8 @@ def test_a_plan_is_as_measured(name: str, monkeypatch: pytest.MonkeyPatch, tmp_p
     results = json.loads(MEASURED.read_text())
     rows = {row["case"]: row["measured"] for row in results["rows"]}
     plan = planned(Case.named(name).after(results["flags"]), load_hardware().find("H200"), assumed())
-    assert plan["allocated"] == pytest.approx(rows[name]["allocated"], rel=0.005)
+    allocated = rows[name]["allocated"] - FREED.get(name, 0)
+    assert plan["allocated"] == pytest.approx(allocated, rel=0.005)
     assert plan["process"] == pytest.approx(rows[name]["process"], rel=0.12)
     assert plan["calibrated"]["seconds"] == pytest.approx(rows[name]["seconds"], rel=0.15)
 

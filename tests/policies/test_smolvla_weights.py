@@ -290,5 +290,5 @@ def test_without_resizing_images_must_have_their_size(vlms):
     made, _ = batch_of("right_size", vlms)
     made.policy.config.resize_imgs_with_padding = None
     state = {"observation.state": np.zeros(4, np.float32)}
-    with pytest.raises(FlexorError, match=r"top is \[3, 60, 80\] in the environment"):
+    with pytest.raises(FlexorError, match=r"top has the shape \[3, 60, 80\]"):
         Session(made).act({**state, "observation.images.top": np.zeros((3, 60, 80), np.uint8)})

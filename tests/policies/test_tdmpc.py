@@ -185,7 +185,7 @@ def test_data_without_rewards_is_refused(tmp_path, capsys):
 def test_each_picture_is_moved_by_pixels_of_its_own_and_the_border_repeated():
     pictures = batch(5)[IMAGE]
     pad = round(TINY.max_random_shift_ratio * 32)
-    moved = policy()._shift(pictures, Noise(0, 0, torch.arange(5)))
+    moved = policy().config.view_images(pictures, IMAGE, Noise(0, 0, torch.arange(5)))
     padded = torch.nn.functional.pad(pictures.flatten(0, 1), (pad,) * 4, "replicate").unflatten(0, (5, -1))
     places = []
     for b in range(5):
