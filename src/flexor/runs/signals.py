@@ -48,7 +48,6 @@ SIGNALS = (
     Signal("Temperature", ("temperature",), ACTING),
     Signal("Steps per second", ("transitions_per_s",), SPEED),
     Signal("Samples per second", ("samples_per_s",), SPEED),
-    Signal("Steps in the environment per second", ("transitions_per_s",), SPEED),
     Signal("Updates since the weights that act", ("weights_age",), SPEED),
     Signal("Time in the environment", ("environment_share",), SPEED, "share"),
     Signal("Time of a step", ("step_s",), SPEED, "seconds"),

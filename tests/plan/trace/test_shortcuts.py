@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -185,3 +186,12 @@ def test_the_compiler_is_itself_afterwards():
     if importlib.util.find_spec("transformers"):  # a policy may import a library when it is made
         cases.append("from transformers.models.clip.modeling_clip import CLIPTextModel")
     subprocess.run([sys.executable, "-c", AFTERWARDS, *cases], check=True)
+
+
+def test_two_threads_trace_one_after_the_other():
+    """A trace replaces functions of torch, for all threads."""
+    alone = trace_step(settings(), 2, H200)
+    with ThreadPoolExecutor(2) as pool:
+        traces = list(pool.map(lambda _: trace_step(settings(), 2, H200), range(4)))
+    assert all(len(trace.events) == len(alone.events) for trace in traces)
+    assert "<locals>" not in torch.autocast.__qualname__

@@ -26,6 +26,7 @@ from torch.overrides import TorchFunctionMode
 
 from flexor.plan.trace.kernels import Mish, RMSNorm
 from flexor.plan.trace.ops import tensors_in
+from flexor.plan.trace.shortcuts import ONE_TRACE
 
 HALF = (torch.float16, torch.bfloat16)
 # Code that reads values only for its caller: torch, and the planner itself
@@ -153,6 +154,14 @@ class CudaOnMeta(TorchFunctionMode):
     @contextlib.contextmanager
     def active(self) -> Iterator[CudaOnMeta]:
         """Enter the mode, and patch torch's own device checks."""
+        with ONE_TRACE, contextlib.ExitStack() as stack:
+            for replacement in self._replacements():
+                stack.enter_context(mock.patch.object(*replacement))
+            stack.enter_context(self)
+            yield self
+
+    def _replacements(self) -> list[tuple[Any, str, Any]]:
+        """Modules, names in them, and what takes their place."""
         from torch.optim import optimizer as optim
         from torch.utils import _foreach_utils as foreach
         from torch.utils import checkpoint
@@ -166,12 +175,7 @@ class CudaOnMeta(TorchFunctionMode):
         autocast = self._autocast_class()
         modules = (torch, torch.amp, torch.amp.autocast_mode)
         replacements += [(module, "autocast", autocast) for module in modules]
-        replacements += [(torch, f.__name__, f) for f in self._autocast_queries()]
-        with contextlib.ExitStack() as stack:
-            for replacement in replacements:
-                stack.enter_context(mock.patch.object(*replacement))
-            stack.enter_context(self)
-            yield self
+        return replacements + [(torch, f.__name__, f) for f in self._autocast_queries()]
 
     # Autocast. torch's own does not support the meta device.
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import importlib
 import sys
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -18,6 +19,8 @@ from torch import Tensor
 from flexor.plan.trace.ops import Op, tensors_in
 
 META = torch.device("meta")
+ONE_TRACE = threading.RLock()
+"""Held while torch is changed for a trace: it is changed for all threads."""
 COMPILER = "torch._dynamo"
 
 
@@ -71,14 +74,15 @@ def without_compiler() -> Iterator[None]:
 
     An optimizer's step and many of torch's Python functions import it only to say that they must not be compiled.
     """
-    if COMPILER in sys.modules:
-        yield
-        return
-    sys.modules[COMPILER] = substitute = NoCompiler()
-    try:
-        yield
-    finally:
-        substitute.uninstall()
+    with ONE_TRACE:
+        if COMPILER in sys.modules:
+            yield
+            return
+        sys.modules[COMPILER] = substitute = NoCompiler()
+        try:
+            yield
+        finally:
+            substitute.uninstall()
 
 
 INITIALIZERS = (
