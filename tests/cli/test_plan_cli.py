@@ -12,6 +12,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -46,10 +47,10 @@ def studied_once() -> Iterator[None]:
     """Tests ask for the same plan, as text and as JSON: what is shown is found out once."""
     study, result = verb._study, {}
 
-    def once(parsed: argparse.Namespace, settings: list[str], hardware: Hardware) -> Comparison:
-        key = (repr({**vars(parsed), "json": None}), *settings)
+    def once(parsed: argparse.Namespace, flags: dict[str, Any], hardware: Hardware) -> Comparison:
+        key = repr(({**vars(parsed), "json": None}, flags))
         if key not in result:
-            result[key] = study(parsed, settings, hardware)
+            result[key] = study(parsed, flags, hardware)
         return result[key]
 
     with pytest.MonkeyPatch.context() as patch:
